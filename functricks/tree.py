@@ -1,0 +1,595 @@
+"""Pytrees: walk them, name their leaves, and do arithmetic on them.
+
+A tree is any nesting of dict, NamedTuple, tuple and list with tensors as leaves. Leaves are matched by name, and dicts
+keep their insertion order, so that sums run in the order of ``named_parameters()`` and agree with PyTorch's to the bit.
+
+All arithmetic on trees goes through one seam, :func:`_pointwise`, which picks the faster of two ways of doing the same
+thing:
+
+- plain tensors, and the lanes of a single ``vmap`` level (the stacked tensors underneath, coefficients broadcast,
+which is what
+  the batching rules do at a multiple of the cost): PyTorch's ``torch._foreach_*`` kernels, one call for all leaves;
+- anything else (nested transforms, differentiation, ``torch.compile``): ordinary operations, a leaf at a time.
+
+Coefficients are Python numbers or 0-d tensors. A tensor coefficient is cast to the leaf's compute dtype (float32 for
+half) before it meets the leaf, because under ``vmap`` a 0-d tensor is no longer 0-d and would promote it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias
+
+import optree
+import torch
+from torch import Tensor
+from torch._C import _functorch as functorch
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+
+from functricks.types import Number
+
+__all__ = [
+    "Where",
+    "above_lanes",
+    "add",
+    "add_scaled",
+    "all_finite",
+    "below_lanes",
+    "cast",
+    "clamp",
+    "compute_dtype",
+    "ema",
+    "ema_of_squares",
+    "flatten",
+    "from_named",
+    "is_transformed",
+    "label",
+    "lanes",
+    "leaves",
+    "map",
+    "maximum",
+    "mul",
+    "named_leaves",
+    "norm",
+    "norm_parts",
+    "outside_lanes",
+    "paths",
+    "pick",
+    "root_ratio",
+    "scale",
+    "select",
+    "sqrt",
+    "structure_error",
+    "sub",
+    "unflatten",
+    "where",
+    "zeros_like",
+]
+
+Tree: TypeAlias = Any
+Where: TypeAlias = Any
+"""A selector: a glob on dotted paths, several globs, a predicate ``(path, leaf) -> bool``, or a tree of bools."""
+
+_NAMESPACE = "functricks"
+# Entered once, for good, since inside a traced function it would break fullgraph; dropping the object would leave it.
+_ORDERED = optree.dict_insertion_ordered(True, namespace=_NAMESPACE)
+_ORDERED.__enter__()
+
+
+# --- walking ---------------------------------------------------------------------------------------------------------
+
+
+def flatten(tree: Tree) -> tuple[list[Any], Any]:
+    """Return the leaves in insertion order, and a structure for :func:`unflatten`.
+
+    >>> flatten({"b": 1, "a": (2, 3)})[0]
+    [1, 2, 3]
+    """
+    if torch.compiler.is_compiling():  # optree's traced form sorts dict keys and cannot take an empty dict
+        return [leaf for _, leaf in _walk(tree)], tree
+    return optree.tree_flatten(tree, namespace=_NAMESPACE)
+
+
+def unflatten(structure: Any, new_leaves: Iterable[Any]) -> Tree:
+    """Put leaves into the structure that :func:`flatten` returned."""
+    if torch.compiler.is_compiling():
+        return _rebuild(structure, iter(list(new_leaves)))
+    return optree.tree_unflatten(structure, new_leaves)
+
+
+def leaves(tree: Tree) -> list[Any]:
+    """Return the leaves in insertion order."""
+    return flatten(tree)[0]
+
+
+def map(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
+    """Apply ``function`` leaf by leaf; the other trees are matched to the first by name."""
+    if torch.compiler.is_compiling():
+        columns = [leaves(tree), *(_flatten_like(tree, other) for other in rest)]
+        return unflatten(tree, [function(*row) for row in zip(*columns, strict=True)])
+    return optree.tree_map(function, tree, *rest, namespace=_NAMESPACE)
+
+
+def named_leaves(tree: Tree) -> dict[str, Any]:
+    """Return ``{dotted path: leaf}`` in insertion order.
+
+    >>> named_leaves({"layer": {"weight": 1}, "heads": (2, 3)})
+    {'layer.weight': 1, 'heads.0': 2, 'heads.1': 3}
+    """
+    return dict(_walk(tree))
+
+
+def paths(tree: Tree) -> list[str]:
+    """Return the dotted paths of the leaves."""
+    return [path for path, _ in _walk(tree)]
+
+
+def pick(tree: Tree, chosen: dict[str, bool]) -> dict[str, Any]:
+    """Return the chosen leaves as a flat ``{path: leaf}``; ``chosen`` is from :func:`select`."""
+    return {path: leaf for path, leaf in named_leaves(tree).items() if chosen[path]}
+
+
+def from_named(tree: Tree, named: dict[str, Any]) -> Tree:
+    """Return ``tree`` with the leaves at the paths in ``named`` replaced.
+
+    >>> from_named({"a": 1, "b": {"c": 2}}, {"b.c": 3})
+    {'a': 1, 'b': {'c': 3}}
+    """
+    old, structure = flatten(tree)
+    return unflatten(structure, [named.get(path, leaf) for path, leaf in zip(paths(tree), old, strict=True)])
+
+
+def _children(node: Any) -> list[tuple[str, Any]] | None:
+    """Return the named children of an inner node, None for a leaf."""
+    if node is None:
+        return []
+    if isinstance(node, dict):
+        return [(str(key), child) for key, child in node.items()]
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return list(zip(node._fields, node, strict=True))
+    if isinstance(node, (tuple, list)):
+        return [(str(index), child) for index, child in enumerate(node)]
+    return None
+
+
+def _walk(tree: Tree, prefix: str = "") -> list[tuple[str, Any]]:
+    children = _children(tree)
+    if children is None:
+        return [(prefix, tree)]
+    found = []
+    for name, child in children:
+        found += _walk(child, f"{prefix}.{name}" if prefix else name)
+    return found
+
+
+def _rebuild(node: Any, new_leaves: Iterator[Any]) -> Any:
+    if node is None:
+        return None
+    if isinstance(node, dict):
+        return {key: _rebuild(child, new_leaves) for key, child in node.items()}
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return type(node)(*[_rebuild(child, new_leaves) for child in node])
+    if isinstance(node, (tuple, list)):
+        children = [_rebuild(child, new_leaves) for child in node]
+        return children if isinstance(node, list) else tuple(children)
+    return next(new_leaves)
+
+
+def _flatten_like(tree: Tree, other: Tree) -> list[Any]:
+    """Flatten ``other`` in the order of ``tree``: dicts are matched by key, not by position."""
+    children = _children(tree)
+    if children is None:
+        return [other]
+    named = dict(_children(other) or [])
+    if len(named) != len(children):
+        raise ValueError(structure_error("tree", tree, other))
+    found = []
+    for name, child in children:
+        found += _flatten_like(child, named[name])
+    return found
+
+
+def _columns(trees: Sequence[Tree]) -> tuple[list[list[Any]], Any]:
+    """Flatten several trees of one structure, all in the order of the first."""
+    first, structure = flatten(trees[0])
+    columns = [first]
+    for other in trees[1:]:
+        if torch.compiler.is_compiling():
+            columns.append(_flatten_like(trees[0], other))
+        else:
+            columns.append(structure.flatten_up_to(other))
+    return columns, structure
+
+
+def structure_error(what: str, expected: Tree, got: Tree) -> str:
+    """Return one sentence that names the paths (and shapes) in which two trees differ."""
+    want, have = named_leaves(expected), named_leaves(got)
+    missing, extra = [p for p in want if p not in have], [p for p in have if p not in want]
+    shapes = [
+        f"{p} {tuple(want[p].shape)} != {tuple(have[p].shape)}"
+        for p in want
+        if p in have and isinstance(want[p], Tensor) and isinstance(have[p], Tensor) and want[p].shape != have[p].shape
+    ]
+    return f"{what}: trees differ; missing: {missing}, unexpected: {extra}, shapes: {shapes}"
+
+
+# --- selecting -------------------------------------------------------------------------------------------------------
+
+
+def _match(names: tuple[str, ...], globs: tuple[str, ...]) -> tuple[bool, ...]:
+    return tuple(any(fnmatchcase(name, glob) for glob in globs) for name in names)
+
+
+# fnmatch does not trace, and paths are constants. This is all that torch.compiler.assume_constant_result does, but for
+# importing the compiler, which takes a second.
+_match.__dict__["_dynamo_marked_constant"] = True
+
+
+def select(where: Where, tree: Tree, *, name: str = "select") -> dict[str, bool]:
+    """Return ``{path: chosen}`` for every leaf.
+
+    Args:
+        where: a glob on the whole dotted path (``*`` crosses dots), a sequence of globs, a callable
+            ``(path, leaf) -> bool``, or a tree of bools with the structure of ``tree``.
+        tree: the tree whose leaves are chosen.
+        name: the caller's name, for errors.
+
+    Raises ``ValueError`` when a selector, or one glob of several, matches nothing; the text lists the paths.
+
+    >>> select("*.weight", {"fc": {"weight": 0, "bias": 1}})
+    {'fc.weight': True, 'fc.bias': False}
+    """
+    named = named_leaves(tree)
+    globs = (where,) if isinstance(where, str) else where
+    if isinstance(globs, (tuple, list)) and globs and all(isinstance(glob, str) for glob in globs):
+        for glob in globs:
+            if named and not any(_match(tuple(named), (glob,))):
+                raise ValueError(f"{name}: where={glob!r} matches no parameter; have: {', '.join(named)}")
+        chosen = dict(zip(named, _match(tuple(named), tuple(globs)), strict=True))
+    elif callable(where):
+        chosen = {path: bool(where(path, leaf)) for path, leaf in named.items()}
+    else:
+        chosen = _bools(where, tree, name)
+    if named and not any(chosen.values()):
+        raise ValueError(f"{name}: where={where!r} matches no parameter; have: {', '.join(named)}")
+    return chosen
+
+
+def _bools(where: Any, tree: Tree, name: str) -> dict[str, bool]:
+    chosen, named = named_leaves(where), named_leaves(tree)
+    if chosen.keys() != named.keys():
+        raise ValueError(structure_error(f"{name}: where", tree, where))
+    bad = {path: value for path, value in chosen.items() if not isinstance(value, bool)}
+    if bad:
+        raise TypeError(f"{name}: where must be globs, a callable or a tree of bools, got {bad!r}")
+    return {path: chosen[path] for path in named}
+
+
+def label(labels: Any, tree: Tree, *, name: str = "labels") -> dict[str, str]:
+    """Return ``{path: label}``: exactly one label for every leaf.
+
+    Args:
+        labels: a callable ``(path, leaf) -> label``, or a tree of strings with the structure of ``tree``.
+        tree: the tree whose leaves are labelled.
+        name: the caller's name, for errors.
+
+    Raises ``ValueError`` that names the leaves without a label.
+    """
+    named = named_leaves(tree)
+    if callable(labels):
+        found = {path: labels(path, leaf) for path, leaf in named.items()}
+    else:
+        given = named_leaves(labels)
+        if given.keys() != named.keys():
+            raise ValueError(structure_error(name, tree, labels))
+        found = {path: given[path] for path in named}
+    without = [path for path in named if not isinstance(found[path], str)]
+    if without:
+        raise ValueError(f"{name}: every parameter needs one label (a string); without: {', '.join(without)}")
+    return found
+
+
+# --- the seam --------------------------------------------------------------------------------------------------------
+
+
+def lanes() -> int | None:
+    """Return the current ``vmap`` level if it is the only transform and nothing is being traced, else None."""
+    if torch.compiler.is_compiling():
+        return None
+    interpreter: Any = functorch.peek_interpreter_stack()
+    if interpreter is None or interpreter.level() != 1 or interpreter.key() != functorch.TransformType.Vmap:
+        return None
+    return 1
+
+
+def below_lanes(value: Any) -> tuple[Any, bool]:
+    """Return the stacked tensor under a lane of a single ``vmap`` level, lanes first, and whether there was one."""
+    if isinstance(value, Tensor) and functorch.is_batchedtensor(value):
+        stacked, dim = functorch.get_unwrapped(value), functorch.maybe_get_bdim(value)
+        return (stacked if dim == 0 else stacked.movedim(dim, 0)), True
+    return value, False
+
+
+def above_lanes(stacked: Tensor, level: int) -> Tensor:
+    """Turn a stacked tensor, lanes first, into a lane again."""
+    lane: Tensor = functorch._add_batch_dim(stacked, 0, level)
+    return lane
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which scalars and sums for this dtype are computed: float32 for half."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def outside_lanes() -> Any:
+    """Return the context in which stacked tensors from :func:`below_lanes` are ordinary tensors."""
+    return temporarily_pop_interpreter_stack()
+
+
+def is_transformed() -> bool:
+    """Are we inside a ``torch.func`` transform?"""
+    return functorch.peek_interpreter_stack() is not None
+
+
+One: TypeAlias = Callable[..., Tensor]
+Many: TypeAlias = Callable[..., Sequence[Tensor]]
+
+
+def _pointwise(one: One, many: Many, trees: Sequence[Tree], coefficients: Sequence[Number] = ()) -> Tree:
+    """Apply a pointwise operation to trees of one structure; the result keeps the first tree's leaf dtypes.
+
+    ``one(*leaves, *coefficients)`` does a leaf with out-of-place operations. ``many(*columns, *coefficients)`` does
+    the same to lists of plain tensors, where a coefficient is a Python number or a list with one tensor a leaf, ready
+    to broadcast.
+    """
+    columns, structure = _columns(trees)
+    if not columns[0]:
+        return trees[0]
+    results = _fast(many, columns, coefficients)
+    if results is None:
+        rows = zip(*columns, strict=True)
+        results = [one(*row, *[_fit(value, row[0]) for value in coefficients]) for row in rows]
+    kept = zip(results, columns[0], strict=True)
+    return unflatten(structure, [new if new.dtype == old.dtype else new.to(old.dtype) for new, old in kept])
+
+
+def _fit(value: Number, leaf: Tensor) -> Number:
+    """Cast a tensor coefficient to the dtype in which it meets the leaf."""
+    if isinstance(value, Tensor) and value.dtype != torch.bool and leaf.is_floating_point():
+        return value.to(compute_dtype(leaf.dtype))
+    return value
+
+
+def _fast(many: Many, columns: list[list[Any]], coefficients: Sequence[Number]) -> Sequence[Tensor] | None:
+    """Do it on plain tensors, or on the stacked tensors below the lanes; None where neither is what we have."""
+    if torch.compiler.is_compiling():
+        return None
+    if not is_transformed():
+        if _any_differentiable((*columns, coefficients)):
+            return None
+        return many(*columns, *[_spread(value, columns[0]) for value in coefficients])
+    level = lanes()
+    return None if level is None else _fast_lanes(many, columns, coefficients, level)
+
+
+def _fast_lanes(
+    many: Many, columns: list[list[Any]], coefficients: Sequence[Number], level: int
+) -> Sequence[Tensor] | None:
+    found = [[below_lanes(leaf) for leaf in column] for column in columns]
+    numbers = [below_lanes(value) for value in coefficients]
+    everything = [pair for column in (*found, numbers) for pair in column]
+    if _any_differentiable([[value for value, _ in everything]]):
+        return None
+    sizes = [value.shape[0] for value, laned in everything if laned]
+    with outside_lanes():
+        if not sizes:
+            return many(*columns, *[_spread(value, columns[0]) for value in coefficients])
+        # Leaves that all lanes share are expanded, so that what an operation makes of them has room for every lane.
+        below = [[x if laned else x.expand(sizes[0], *x.shape) for x, laned in column] for column in found]
+        results = many(*below, *[_spread(value, below[0], laned) for value, laned in numbers])
+        return [above_lanes(new, level) for new in results]
+
+
+def _any_differentiable(columns: Iterable[Iterable[Any]]) -> bool:
+    """Would autograd have to see an operation on any of these?"""
+    if not torch.is_grad_enabled():
+        return False
+    return any(isinstance(value, Tensor) and value.requires_grad for column in columns for value in column)
+
+
+def _spread(value: Number, column: list[Tensor], laned: bool = False) -> Any:
+    """Turn a tensor coefficient into one tensor a leaf; one a lane, ``[K]``, becomes ``[K, 1, ...]``."""
+    if not isinstance(value, Tensor):
+        return value
+    shapes = [(-1, *[1] * (leaf.ndim - 1)) if laned else () for leaf in column]
+    return [_fit(value.view(shape), leaf) for shape, leaf in zip(shapes, column, strict=True)]
+
+
+# --- arithmetic ------------------------------------------------------------------------------------------------------
+
+
+def zeros_like(tree: Tree, dtype: torch.dtype | None = None) -> Tree:
+    """Return zeros with the structure and shapes of ``tree``."""
+    return map(lambda leaf: torch.zeros_like(leaf, dtype=dtype), tree)
+
+
+def cast(tree: Tree, dtype: torch.dtype) -> Tree:
+    """Cast the floating-point leaves; others pass."""
+    return map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, tree)
+
+
+def add(a: Tree, b: Tree) -> Tree:
+    """Return ``a + b``."""
+    return _pointwise(torch.add, torch._foreach_add, (a, b))
+
+
+def sub(a: Tree, b: Tree) -> Tree:
+    """Return ``a - b``."""
+    return _pointwise(torch.sub, torch._foreach_sub, (a, b))
+
+
+def mul(a: Tree, b: Tree) -> Tree:
+    """Return ``a * b``."""
+    return _pointwise(torch.mul, torch._foreach_mul, (a, b))
+
+
+def maximum(a: Tree, b: Tree) -> Tree:
+    """Return the larger of ``a`` and ``b``, entry by entry."""
+    return _pointwise(torch.maximum, torch._foreach_maximum, (a, b))
+
+
+def scale(a: Tree, c: Number) -> Tree:
+    """Return ``c * a``."""
+    return _pointwise(torch.mul, torch._foreach_mul, (a,), (c,))
+
+
+def add_scaled(a: Tree, b: Tree, c: Number) -> Tree:
+    """Return ``a + c * b``."""
+
+    def many(a: list[Tensor], b: list[Tensor], c: Any) -> Sequence[Tensor]:
+        out = torch._foreach_mul(b, c)
+        torch._foreach_add_(out, a)  # in place on what the line above made, as everywhere in this module
+        return out
+
+    return _pointwise(lambda a, b, c: b * c + a, many, (a, b), (c,))
+
+
+def clamp(a: Tree, low: Number, high: Number) -> Tree:
+    """Return ``a`` with every entry in ``[low, high]``; NaN stays NaN."""
+
+    def one(leaf: Tensor, low: Number, high: Number) -> Tensor:
+        low, high = (torch.as_tensor(bound, dtype=leaf.dtype, device=leaf.device) for bound in (low, high))
+        return torch.minimum(torch.maximum(leaf, low), high)
+
+    def many(leaves: list[Tensor], low: Any, high: Any) -> Sequence[Tensor]:
+        out = torch._foreach_clamp_min(leaves, low)
+        torch._foreach_clamp_max_(out, high)
+        return out
+
+    return _pointwise(one, many, (a,), (low, high))
+
+
+def ema(average: Tree, new: Tree, decay: Number) -> Tree:
+    """Return ``decay * average + (1 - decay) * new``, by PyTorch's ``lerp``."""
+
+    def many(average: list[Tensor], new: list[Tensor], weight: Any) -> Sequence[Tensor]:
+        return torch._foreach_lerp(average, _as(new, average), weight)
+
+    def one(average: Tensor, new: Tensor, weight: Number) -> Tensor:
+        return torch.lerp(average, new.to(average.dtype), weight)
+
+    return _pointwise(one, many, (average, new), (1 - decay,))
+
+
+def ema_of_squares(average: Tree, new: Tree, decay: Number) -> Tree:
+    """Return ``decay * average + (1 - decay) * new**2``."""
+
+    def many(average: list[Tensor], new: list[Tensor], decay: Any, weight: Any) -> Sequence[Tensor]:
+        new = _as(new, average)
+        out = torch._foreach_mul(average, decay)
+        if isinstance(weight, float):
+            torch._foreach_addcmul_(out, new, new, value=weight)
+        else:
+            squares = torch._foreach_mul(new, new)
+            torch._foreach_mul_(squares, weight)
+            torch._foreach_add_(out, squares)
+        return out
+
+    def one(average: Tensor, new: Tensor, decay: Number, weight: Number) -> Tensor:
+        new = new.to(average.dtype)
+        return average * decay + new * new * weight
+
+    return _pointwise(one, many, (average, new), (decay, 1 - decay))
+
+
+def _as(column: list[Tensor], like: list[Tensor]) -> list[Tensor]:
+    return [leaf.to(other.dtype) for leaf, other in zip(column, like, strict=True)]
+
+
+def root_ratio(a: Tree, b: Tree, correction: Number, root_correction: Number, eps: Number) -> Tree:
+    r"""Return :math:`\frac{a / c}{\sqrt{b} / r + \epsilon}`, the direction of the Adam family."""
+
+    def many(a: list[Tensor], b: list[Tensor], c: Any, r: Any, eps: Any) -> Sequence[Tensor]:
+        below = torch._foreach_sqrt(b)
+        torch._foreach_div_(below, r)
+        torch._foreach_add_(below, eps)
+        torch._foreach_mul_(below, c)
+        return torch._foreach_div(a, below)
+
+    def one(a: Tensor, b: Tensor, c: Number, r: Number, eps: Number) -> Tensor:
+        return a / ((sqrt(b) / r + eps) * c)
+
+    return _pointwise(one, many, (a, b), (correction, root_correction, eps))
+
+
+def where(condition: Tensor, a: Tree, b: Tree) -> Tree:
+    """Return ``a`` where the 0-d bool ``condition`` holds, else ``b``, leaf by leaf."""
+
+    def many(a: list[Tensor], b: list[Tensor], condition: list[Tensor]) -> Sequence[Tensor]:
+        return [torch.where(*row) for row in zip(condition, a, b, strict=True)]
+
+    return _pointwise(lambda a, b, condition: torch.where(condition, a, b), many, (a, b), (condition,))
+
+
+def sqrt(x: Tensor) -> Tensor:
+    """Return the square root, with derivative zero, not infinity, at zero.
+
+    The guard costs a few operations, and is there only where ``x`` is being differentiated or traced.
+    """
+    if not _is_differentiated(x):
+        return torch.sqrt(x)
+    zero = x == 0
+    return torch.where(zero, 0.0, torch.sqrt(torch.where(zero, 1.0, x)))
+
+
+def _is_differentiated(x: Tensor) -> bool:
+    if torch.compiler.is_compiling() or (x.requires_grad and torch.is_grad_enabled()):
+        return True
+    if functorch.is_gradtrackingtensor(x):
+        return True
+    return functorch.is_batchedtensor(x) and _is_differentiated(functorch.get_unwrapped(x))
+
+
+# --- reductions ------------------------------------------------------------------------------------------------------
+
+
+def norm(tree: Tree) -> Tensor:
+    """Return the Euclidean norm of all leaves together: 0-d float64, no overflow on the way."""
+    peak, relative = norm_parts(tree)
+    return peak * relative
+
+
+def all_finite(tree: Tree) -> Tensor:
+    """Return a 0-d bool: is every entry of every leaf finite?"""
+    peak, relative = norm_parts(tree)
+    return torch.isfinite(peak) & torch.isfinite(relative)
+
+
+def norm_parts(tree: Tree) -> tuple[Tensor, Tensor]:
+    """Return ``(peak, relative)``, 0-d float64, whose product is the Euclidean norm; both finite if all leaves are.
+
+    Squares of float32 and half fit into float64, so ``peak`` is 1 there. float64 leaves are divided by their largest
+    entry first: the norm itself may lie outside float64.
+    """
+    columns = [leaf for leaf in leaves(tree) if leaf.numel() and leaf.is_floating_point()]
+    wide = [leaf for leaf in columns if leaf.dtype == torch.float64]
+    device = columns[0].device if columns else None
+    peak = torch.ones((), dtype=torch.float64, device=device)
+    if wide:
+        peak = torch.stack([leaf.detach().abs().amax() for leaf in wide]).amax()
+        peak = torch.where(peak == 0, 1.0, peak)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for leaf in columns:
+        total = total + _sum_of_squares(leaf.double() / peak if wide else leaf)
+    return peak, sqrt(total)
+
+
+def _sum_of_squares(leaf: Tensor) -> Tensor:
+    level = lanes()
+    stacked, laned = below_lanes(leaf) if level is not None else (leaf, False)
+    if level is None or _any_differentiable([[stacked]]):
+        return leaf.double().square().sum()
+    with outside_lanes():
+        total = stacked.double().square().flatten(int(laned)).sum(-1)
+        return above_lanes(total, level) if laned else total
