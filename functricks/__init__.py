@@ -1,6 +1,13 @@
-"""Deep-learning training techniques for PyTorch, as pure functions over parameter pytrees."""
+"""Deep-learning training techniques for PyTorch, as pure functions over parameter pytrees.
 
-from functricks import adversarial, clipping, gradients, optimizers, training, transforms, tree, types
+Losses, schedules, random numbers, trees and experiments stay in their namespaces (``functricks.losses``, ...);
+everything else is here.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from functricks import tree
 from functricks.adversarial import attack, fgm, pgd
 from functricks.clipping import clip_by_global_norm
 from functricks.gradients import accumulate, gradient
@@ -18,43 +25,80 @@ from functricks.transforms import (
     skip_nonfinite,
     trace,
 )
-from functricks.types import Gradient, Loss, StepInfo, TrainState, TrainStep, Transform
+from functricks.types import (
+    Batch,
+    Carry,
+    Empty,
+    GradFn,
+    Gradient,
+    Grads,
+    Loss,
+    LossFn,
+    Number,
+    Params,
+    Schedule,
+    State,
+    StepInfo,
+    TrainState,
+    TrainStep,
+    Transform,
+    Updates,
+)
+
+if TYPE_CHECKING:
+    from functricks import experiments, losses, random, schedules
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Batch",
+    "Carry",
+    "Empty",
+    "GradFn",
     "Gradient",
+    "Grads",
     "Loss",
+    "LossFn",
+    "Number",
+    "Params",
+    "Schedule",
+    "State",
     "StepInfo",
     "TrainState",
     "TrainStep",
     "Transform",
+    "Updates",
     "accumulate",
     "adam",
     "adamw",
     "add_decayed_weights",
-    "adversarial",
     "apply_updates",
     "attack",
     "chain",
     "clip_by_global_norm",
-    "clipping",
+    "experiments",
     "fgm",
     "gradient",
-    "gradients",
-    "optimizers",
+    "losses",
     "partition",
     "pgd",
+    "random",
     "scale",
     "scale_by_adam",
     "scale_by_learning_rate",
     "scale_by_schedule",
+    "schedules",
     "sgd",
     "skip_nonfinite",
     "trace",
     "train_step",
-    "training",
-    "transforms",
     "tree",
-    "types",
 ]
+
+_NAMESPACES = ("experiments", "losses", "random", "schedules")  # loaded when first asked for: imports stay quick
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NAMESPACES:
+        return import_module(f"functricks.{name}")
+    raise AttributeError(f"module 'functricks' has no attribute {name!r}")

@@ -164,7 +164,10 @@ def _below_lanes(evaluate: Evaluate, params: Params, level: int) -> tuple[Params
         total, done = evaluate(tree.unflatten(structure, [tree.above_lanes(x, level) for x in stacked]))
         total, _ = tree.below_lanes(total)
         with tree.outside_lanes():
-            grads = torch.autograd.grad(total.sum(), stacked, allow_unused=True, materialize_grads=True)
+            found_grads = torch.autograd.grad(total.sum(), stacked, allow_unused=True, materialize_grads=True)
+    with tree.outside_lanes():
+        # A linear layer's weight gradient comes out transposed, and everything that follows would pay for the strides.
+        grads = [x.contiguous() for x in found_grads]
     done = tree.map(torch.Tensor.detach, done)
     return tree.unflatten(structure, [tree.above_lanes(x, level) for x in grads]), done
 

@@ -92,26 +92,27 @@ class Gradient(NamedTuple):
     """What a ``GradFn`` returns: the gradient of the mean loss, and all that is needed to add it to others.
 
     ``grads`` has the structure of the parameters; ``loss`` is the mean loss and ``weight`` how much it counts, so two
-    gradients combine as ``(g1 * w1 + g2 * w2) / (w1 + w2)``. ``carry`` is the new carry, ``metrics`` a dict of 0-d tensors.
+    gradients combine as ``(g1 * w1 + g2 * w2) / (w1 + w2)``. ``carry`` is the new carry, ``metrics`` a dict of 0-d
+    tensors.
     """
 
     grads: Grads
     loss: Tensor
     weight: Tensor
-    carry: Carry = ()
-    metrics: dict[str, Tensor] = {}
+    carry: Carry
+    metrics: dict[str, Tensor]
 
 
 class GradFn(Protocol):
     """``(params, batch, carry=(), *, scale=None) -> Gradient``."""
 
-    def __call__(
-        self, params: Params, batch: Batch, carry: Carry = (), *, scale: Number | None = None
-    ) -> Gradient: ...
+    def __call__(self, params: Params, batch: Batch, carry: Carry = (), *, scale: Number | None = None) -> Gradient:
+        """Compute the gradient."""
+        ...
 
 
 class Transform(NamedTuple):
-    """A pure gradient transformation: ``init(params) -> state``, ``update(grads, state, params) -> (updates, state)``."""
+    """A gradient transformation: ``init(params) -> state`` and ``update(grads, state, params) -> (updates, state)``."""
 
     init: Callable[[Params], State]
     update: Callable[[Grads, State, Params], tuple[Updates, State]]
@@ -128,18 +129,21 @@ class TrainState(NamedTuple):
 
 
 class StepInfo(NamedTuple):
-    """What one training step reports: the mean loss and its weight, the gradient's norm before clipping, whether the step
-    was applied, and the metrics of the loss function."""
+    """What one training step reports.
+
+    The mean loss and its weight, the gradient's norm before clipping (float64), whether the step was applied, and the
+    metrics of the loss function.
+    """
 
     loss: Tensor
     weight: Tensor
     grad_norm: Tensor
     applied: Tensor
-    metrics: dict[str, Tensor] = {}
+    metrics: dict[str, Tensor]
 
 
 class TrainStep(NamedTuple):
-    """One atomic training step: ``init(params, carry=()) -> TrainState``, ``update(state, batch) -> (state, StepInfo)``."""
+    """An atomic step: ``init(params, carry=()) -> TrainState`` and ``update(state, batch) -> (state, StepInfo)``."""
 
     init: Callable[..., TrainState]
     update: Callable[[TrainState, Batch], tuple[TrainState, StepInfo]]

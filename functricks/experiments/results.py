@@ -43,8 +43,8 @@ def t_interval(values: Iterable[float], confidence: float = 0.95) -> Interval:
 
     Reference: Student 1908, "The probable error of a mean".
 
-    >>> t_interval([1.0, 2.0, 3.0])
-    Interval(mean=2.0, half_width=2.484137...)
+    >>> print(t_interval([1.0, 2.0, 3.0]))
+    2 ± 2.5
     """
     sample = np.asarray(list(values), dtype=np.float64)
     if sample.size < 2:
