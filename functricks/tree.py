@@ -597,19 +597,14 @@ def _sum_of_squares(leaf: Tensor) -> Tensor:
         return leaf.double().square().sum()
     with outside_lanes():
         total = _squares_of_rows(stacked.reshape(stacked.shape[0] if laned else 1, -1))
-    if laned and level is not None:
-        return above_lanes(total, level)
-    first: Tensor = total[0]
-    return first
+    return above_lanes(total, level) if laned and level is not None else total.squeeze(0)
 
 
 def _squares_of_rows(rows: Tensor) -> Tensor:
     """Return the sum of squares of every row in float64: by float32, ten times as fast, where that is exact enough."""
-    if rows.dtype == torch.float32 and rows.device.type == "cpu" and rows.shape[1] <= 2**16:
-        narrow = torch.linalg.vector_norm(rows, dim=1)
-        safe = (narrow > 1e-15) & (narrow < 1e18)  # no square overflowed, and what underflowed does not count
-        narrow = narrow.double().square()
-        if bool(safe.all()):
-            return narrow
-        return torch.where(safe, narrow, rows.double().square().sum(1))
-    return rows.double().square().sum(1)
+    if rows.dtype != torch.float32 or rows.device.type != "cpu" or rows.shape[1] > 2**16:
+        return rows.double().square().sum(1)
+    narrow = torch.linalg.vector_norm(rows, dim=1)
+    safe = (narrow > 1e-15) & (narrow < 1e18)  # no square overflowed, and what underflowed does not count
+    squares = narrow.double().square()
+    return squares if bool(safe.all()) else torch.where(safe, squares, rows.double().square().sum(1))
