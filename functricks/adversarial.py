@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from functricks import tree
-from functricks.transforms import check_number
+from functricks.transforms.base import check_number
 from functricks.types import Batch, Carry, GradFn, Gradient, Number, Params
 
 __all__ = ["attack", "fgm", "pgd"]

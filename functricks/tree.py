@@ -7,8 +7,7 @@ All arithmetic on trees goes through one seam, :func:`_pointwise`, which picks t
 thing:
 
 - plain tensors, and the lanes of a single ``vmap`` level (the stacked tensors underneath, coefficients broadcast,
-which is what
-  the batching rules do at a multiple of the cost): PyTorch's ``torch._foreach_*`` kernels, one call for all leaves;
+  which is what the batching rules do at a multiple of the cost): PyTorch's ``torch._foreach_*`` kernels, one call for all leaves;
 - anything else (nested transforms, differentiation, ``torch.compile``): ordinary operations, a leaf at a time.
 
 Coefficients are Python numbers or 0-d tensors. A tensor coefficient is cast to the leaf's compute dtype (float32 for
@@ -17,6 +16,7 @@ half) before it meets the leaf, because under ``vmap`` a 0-d tensor is no longer
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from fnmatch import fnmatchcase
@@ -38,6 +38,7 @@ __all__ = [
     "all_finite",
     "below_lanes",
     "cast",
+    "check_like",
     "clamp",
     "compute_dtype",
     "ema",
@@ -55,8 +56,10 @@ __all__ = [
     "norm",
     "norm_parts",
     "outside_lanes",
+    "path_number",
     "paths",
     "pick",
+    "pointwise",
     "root_ratio",
     "scale",
     "select",
@@ -65,6 +68,7 @@ __all__ = [
     "sub",
     "unflatten",
     "where",
+    "wide",
     "zeros_like",
 ]
 
@@ -124,6 +128,21 @@ def named_leaves(tree: Tree) -> dict[str, Any]:
 def paths(tree: Tree) -> list[str]:
     """Return the dotted paths of the leaves."""
     return [path for path, _ in _walk(tree)]
+
+
+def path_number(path: str) -> int:
+    """Return a number in [0, 2**32) that belongs to a path, the same in every process: the FNV-1a hash.
+
+    >>> path_number("encoder.weight")
+    1404138914
+    """
+    number = 0x811C9DC5
+    for byte in path.encode():
+        number = (number ^ byte) * 0x01000193 % 2**32
+    return number
+
+
+path_number.__dict__["_dynamo_marked_constant"] = True  # a loop over bytes need not be traced
 
 
 def pick(tree: Tree, chosen: dict[str, bool]) -> dict[str, Any]:
@@ -199,8 +218,32 @@ def _columns(trees: Sequence[Tree]) -> tuple[list[list[Any]], Any]:
         if torch.compiler.is_compiling():
             columns.append(_flatten_like(trees[0], other))
         else:
-            columns.append(structure.flatten_up_to(other))
+            columns.append(_flatten_up_to(structure, trees[0], other))
     return columns, structure
+
+
+def _flatten_up_to(structure: Any, tree: Tree, other: Tree) -> list[Any]:
+    try:
+        found: list[Any] = structure.flatten_up_to(other)
+    except ValueError:
+        raise ValueError(structure_error("tree", tree, other)) from None
+    return found
+
+
+def check_like(what: str, expected: Tree, got: Tree) -> None:
+    """Raise ``ValueError`` unless two trees have the same paths and shapes; the text names those that differ.
+
+    >>> check_like("state", {"w": torch.zeros(2)}, {"v": torch.zeros(2)})
+    Traceback (most recent call last):
+    ValueError: state: trees differ; missing: ['w'], unexpected: ['v'], shapes: []
+    """
+    try:
+        columns, _ = _columns((expected, got))
+        same = all(a.shape == b.shape for a, b in zip(*columns, strict=True))
+    except (ValueError, AttributeError):
+        same = False
+    if not same:
+        raise ValueError(structure_error(what, expected, got))
 
 
 def structure_error(what: str, expected: Tree, got: Tree) -> str:
@@ -337,17 +380,17 @@ One: TypeAlias = Callable[..., Tensor]
 Many: TypeAlias = Callable[..., Sequence[Tensor]]
 
 
-def _pointwise(one: One, many: Many, trees: Sequence[Tree], coefficients: Sequence[Number] = ()) -> Tree:
+def _pointwise(one: One, many: Many | None, trees: Sequence[Tree], coefficients: Sequence[Number] = ()) -> Tree:
     """Apply a pointwise operation to trees of one structure; the result keeps the first tree's leaf dtypes.
 
     ``one(*leaves, *coefficients)`` does a leaf with out-of-place operations. ``many(*columns, *coefficients)`` does
     the same to lists of plain tensors, where a coefficient is a Python number or a list with one tensor a leaf, ready
-    to broadcast.
+    to broadcast; without it, all goes through ``one``.
     """
     columns, structure = _columns(trees)
     if not columns[0]:
         return trees[0]
-    results = _fast(many, columns, coefficients)
+    results = None if many is None else _fast(many, columns, coefficients)
     if results is None:
         rows = zip(*columns, strict=True)
         results = [one(*row, *[_fit(value, row[0]) for value in coefficients]) for row in rows]
@@ -418,6 +461,22 @@ def zeros_like(tree: Tree, dtype: torch.dtype | None = None) -> Tree:
 def cast(tree: Tree, dtype: torch.dtype) -> Tree:
     """Cast the floating-point leaves; others pass."""
     return map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, tree)
+
+
+def wide(tree: Tree) -> Tree:
+    """Return the tree with half-precision leaves in float32."""
+    return map(lambda leaf: leaf.to(compute_dtype(leaf.dtype)), tree)
+
+
+def pointwise(function: One, *trees: Tree, coefficients: Sequence[Number] = ()) -> Tree:
+    """Apply ``function(*leaves, *coefficients)`` leaf by leaf; the result has the dtypes of the first tree.
+
+    For what is not worth a function of its own here: ordinary operations only, with coefficients in the leaf's dtype.
+
+    >>> pointwise(lambda x, c: (x * c).sign(), {"w": torch.tensor([2.0, 0.0])}, coefficients=(-1.0,))
+    {'w': tensor([-1., 0.])}
+    """
+    return _pointwise(function, None, trees, coefficients)
 
 
 def add(a: Tree, b: Tree) -> Tree:
@@ -558,9 +617,9 @@ def _is_differentiated(x: Tensor) -> bool:
 # --- reductions ------------------------------------------------------------------------------------------------------
 
 
-def norm(tree: Tree) -> Tensor:
-    """Return the Euclidean norm of all leaves together: 0-d float64, no overflow on the way."""
-    peak, relative = norm_parts(tree)
+def norm(tree: Tree, order: float = 2.0) -> Tensor:
+    """Return the norm of all leaves together: 0-d float64, no overflow on the way."""
+    peak, relative = norm_parts(tree, order)
     return peak * relative
 
 
@@ -570,23 +629,44 @@ def all_finite(tree: Tree) -> Tensor:
     return torch.isfinite(peak) & torch.isfinite(relative)
 
 
-def norm_parts(tree: Tree) -> tuple[Tensor, Tensor]:
-    """Return ``(peak, relative)``, 0-d float64, whose product is the Euclidean norm; both finite if all leaves are.
+def norm_parts(tree: Tree, order: float = 2.0) -> tuple[Tensor, Tensor]:
+    r"""Return ``(peak, relative)``, 0-d float64, whose product is the norm; both finite if all leaves are.
 
-    Squares of float32 and half fit into float64, so ``peak`` is 1 there. float64 leaves are divided by their largest
-    entry first: the norm itself may lie outside float64.
+    The norm is :math:`(\sum |x|^p)^{1/p}` with ``order`` p, the Euclidean one by default, and the largest entry where
+    it is ``inf``. Squares of float32 and half fit into float64, so ``peak`` is 1 there. Otherwise leaves are divided
+    by their largest entry first: the norm itself may lie outside float64.
     """
     columns = [leaf for leaf in leaves(tree) if leaf.numel() and leaf.is_floating_point()]
-    wide = [leaf for leaf in columns if leaf.dtype == torch.float64]
     device = columns[0].device if columns else None
-    peak = torch.ones((), dtype=torch.float64, device=device)
-    if wide:
-        peak = torch.stack([leaf.detach().abs().amax() for leaf in wide]).amax()
-        peak = torch.where(peak == 0, 1.0, peak)
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    one = torch.ones((), dtype=torch.float64, device=device)
+    if not columns:
+        return one, torch.zeros_like(one)
+    if order == math.inf:
+        return one, _peak(columns)
+    exact = order == 2.0 and all(leaf.dtype != torch.float64 for leaf in columns)
+    peak = one if exact else _peak([leaf.detach() for leaf in columns])
+    peak = torch.where(peak == 0, 1.0, peak)
+    total = torch.zeros_like(one)
     for leaf in columns:
-        total = total + _sum_of_squares(leaf.double() / peak if wide else leaf)
-    return peak, sqrt(total)
+        total = total + _sum_of_powers(leaf if exact else leaf.double() / peak, order)
+    return peak, sqrt(total) if order == 2.0 else _root(total, order)
+
+
+def _peak(columns: list[Tensor]) -> Tensor:
+    return torch.stack([leaf.abs().amax().double() for leaf in columns]).amax()
+
+
+def _root(total: Tensor, order: float) -> Tensor:
+    """Return the p-th root, with derivative zero at zero."""
+    zero = total == 0
+    return torch.where(zero, 0.0, torch.where(zero, 1.0, total) ** (1.0 / order))
+
+
+def _sum_of_powers(leaf: Tensor, order: float) -> Tensor:
+    if order == 2.0:
+        return _sum_of_squares(leaf)
+    size = leaf.abs()
+    return size.sum() if order == 1.0 else (size**order).sum()
 
 
 def _sum_of_squares(leaf: Tensor) -> Tensor:

@@ -1,0 +1,35 @@
+"""Optimizers: each a chain of transforms, with PyTorch's argument names and defaults where PyTorch has it.
+
+The learning rate is the first argument, ``lr``: a number, a 0-d tensor or a schedule. ``decay_where`` selects the leaves
+that decay, ``learning_rates={"head.*": 10.0}`` multiplies the rate of some. What PyTorch's optimizers do beside the
+arithmetic (``foreach``, ``fused``, ``capturable``, ``differentiable``) is not an argument here: the fast way is taken
+where it exists, and everything is differentiable.
+
+Not here: ``LBFGS``, which calls the loss again within a step, and ``SparseAdam``, since gradients are dense.
+"""
+
+from functricks.optimizers.adaptive import adam, adamax, adamw, nadam, radam
+from functricks.optimizers.averaging import asgd, schedule_free_adamw
+from functricks.optimizers.matrices import adafactor, lamb, muon
+from functricks.optimizers.momentum import sgd
+from functricks.optimizers.signs import lion, rprop
+from functricks.optimizers.squares import adadelta, adagrad, rmsprop
+
+__all__ = [
+    "adadelta",
+    "adafactor",
+    "adagrad",
+    "adam",
+    "adamax",
+    "adamw",
+    "asgd",
+    "lamb",
+    "lion",
+    "muon",
+    "nadam",
+    "radam",
+    "rmsprop",
+    "rprop",
+    "schedule_free_adamw",
+    "sgd",
+]

@@ -1,0 +1,97 @@
+"""What the makers of transforms share: checks of hyper-parameters, counters, and scalars in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functricks import tree
+from functricks.types import Empty, Grads, Number, Params, Transform, Updates
+
+__all__: list[str] = []  # nothing here is public
+
+
+# --- hyper-parameters ------------------------------------------------------------------------------------------------
+
+
+def check_number(
+    name: str, value: Any, *, minimum: float | None = None, maximum: float | None = None, below: float | None = None
+) -> None:
+    """Validate a hyper-parameter where it is a Python number; a 0-d tensor passes, a schedule does not."""
+    if isinstance(value, Tensor):
+        return
+    if callable(value):
+        raise TypeError(
+            f"{name} must be a number or a 0-d tensor, got the schedule {value!r}; inject_hyperparams makes any "
+            "hyper-parameter a schedule"
+        )
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number or a 0-d tensor, got {value!r}")
+    if minimum is not None and not value >= minimum:
+        raise ValueError(f"{name} must be >= {minimum:g}, got {value!r}")
+    if maximum is not None and not value <= maximum:
+        raise ValueError(f"{name} must be <= {maximum:g}, got {value!r}")
+    if below is not None and not value < below:
+        raise ValueError(f"{name} must be < {below:g}, got {value!r}")
+
+
+def check_rate(name: str, value: Any) -> None:
+    """Validate a learning rate: a number, a 0-d tensor or a schedule."""
+    if not callable(value):
+        check_number(name, value, minimum=0.0)
+
+
+def check_betas(betas: tuple[Number, Number]) -> None:
+    """Validate a pair of decay rates."""
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise TypeError(f"betas must be a pair of numbers or 0-d tensors, got {betas!r}")
+    for index, beta in enumerate(betas):
+        check_number(f"betas[{index}]", beta, minimum=0.0, below=1.0)
+
+
+def is_zero(value: Any) -> bool:
+    """Is this the Python number 0? Structure follows Python numbers only: a tensor is never known to be zero."""
+    return isinstance(value, (int, float)) and value == 0
+
+
+def double(value: Number) -> Number:
+    """Return a tensor in float64, in which scalar coefficients are computed; Python numbers already are."""
+    return value.double() if isinstance(value, Tensor) else value
+
+
+def power(beta: Number, step: Tensor) -> Tensor:
+    """Return beta**step in float64: in float32, 1 - 0.999**t is off by 1e-5."""
+    return torch.pow(double(beta), step.double())
+
+
+def rate_at(lr: Any, step: Tensor) -> Number:
+    """Return a learning rate as a number or a float64 tensor; a schedule is asked for the step."""
+    value: Number = lr(step) if callable(lr) else double(lr)
+    return value
+
+
+# --- state -----------------------------------------------------------------------------------------------------------
+
+
+def counter() -> Tensor:
+    """Return a counter at zero."""
+    return torch.zeros((), dtype=torch.int64)
+
+
+def statistic(params: Params) -> Grads:
+    """Return zeros for a running statistic: float32 for half-precision parameters."""
+    return tree.map(lambda leaf: torch.zeros_like(leaf, dtype=tree.compute_dtype(leaf.dtype)), params)
+
+
+def matched(name: str, grads: Grads, like: Grads) -> Grads:
+    """Return the gradients in the dtypes of a statistic; raise, with paths and shapes, if it is not of these leaves."""
+    tree.check_like(f"{name}: the state and the gradients", like, grads)
+    return tree.map(lambda leaf, other: leaf.to(other.dtype), grads, like)
+
+
+def stateless(update: Callable[[Grads, Params], Updates]) -> Transform:
+    """Make a transform without memory."""
+    return Transform(lambda params: Empty(), lambda grads, state, params: (update(grads, params), state))
