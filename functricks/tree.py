@@ -323,7 +323,7 @@ def above_lanes(stacked: Tensor, level: int) -> Tensor:
 def map_lanes(function: Callable[..., Tree], axes: Sequence[int | None], inputs: Sequence[Tree]) -> Tree:
     """Do what ``torch.vmap(function, axes)(*inputs)`` does, for axes 0 and None and leaves that are tensors.
 
-    ``vmap`` itself walks every tree several times in Python, which for a small model costs a twentieth of a training step.
+    ``vmap`` walks every tree several times in Python, which for a small model costs a twentieth of a training step.
     """
     size = next(leaf.shape[0] for x, axis in zip(inputs, axes, strict=True) if axis is not None for leaf in leaves(x))
     with vmap_increment_nesting(size, "error") as level:
