@@ -11,6 +11,14 @@ from functricks import tree
 from functricks.adversarial import attack, fgm, pgd
 from functricks.clipping import clip_by_global_norm
 from functricks.gradients import accumulate, gradient
+from functricks.modules import (
+    Functional,
+    SupervisedCarry,
+    functional,
+    no_decay,
+    supervised,
+    supervised_carry,
+)
 from functricks.optimizers import adam, adamw, sgd
 from functricks.training import train_step
 from functricks.transforms import (
@@ -54,6 +62,7 @@ __all__ = [
     "Batch",
     "Carry",
     "Empty",
+    "Functional",
     "GradFn",
     "Gradient",
     "Grads",
@@ -64,6 +73,7 @@ __all__ = [
     "Schedule",
     "State",
     "StepInfo",
+    "SupervisedCarry",
     "TrainState",
     "TrainStep",
     "Transform",
@@ -78,8 +88,10 @@ __all__ = [
     "clip_by_global_norm",
     "experiments",
     "fgm",
+    "functional",
     "gradient",
     "losses",
+    "no_decay",
     "partition",
     "pgd",
     "random",
@@ -90,6 +102,8 @@ __all__ = [
     "schedules",
     "sgd",
     "skip_nonfinite",
+    "supervised",
+    "supervised_carry",
     "trace",
     "train_step",
     "tree",
