@@ -7,7 +7,7 @@ Gradients that are not finite pass unchanged (but for ``classic=True``), so that
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,7 +84,7 @@ def clip_by_global_norm(
     return Transform(init, update)
 
 
-def _check_order(norm_type: float, classic: bool) -> None:
+def _check_order(norm_type: Any, classic: bool) -> None:
     if not isinstance(norm_type, (int, float)) or not (classic or norm_type >= 1):
         raise ValueError(f"clip_by_global_norm: norm_type must be >= 1, or inf, got {norm_type!r}")
 

@@ -7,7 +7,8 @@ All arithmetic on trees goes through one seam, :func:`_pointwise`, which picks t
 thing:
 
 - plain tensors, and the lanes of a single ``vmap`` level (the stacked tensors underneath, coefficients broadcast,
-  which is what the batching rules do at a multiple of the cost): PyTorch's ``torch._foreach_*`` kernels, one call for all leaves;
+  which is what the batching rules do at a multiple of the cost): PyTorch's ``torch._foreach_*`` kernels, one call for
+  all leaves;
 - anything else (nested transforms, differentiation, ``torch.compile``): ordinary operations, a leaf at a time.
 
 Coefficients are Python numbers or 0-d tensors. A tensor coefficient is cast to the leaf's compute dtype (float32 for
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 from torch._C import _functorch as functorch
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+from torch._functorch.vmap import vmap_increment_nesting
 
 from functricks.types import Number
 
@@ -50,6 +52,7 @@ __all__ = [
     "lanes",
     "leaves",
     "map",
+    "map_lanes",
     "maximum",
     "mul",
     "named_leaves",
@@ -134,7 +137,7 @@ def path_number(path: str) -> int:
     """Return a number in [0, 2**32) that belongs to a path, the same in every process: the FNV-1a hash.
 
     >>> path_number("encoder.weight")
-    1404138914
+    356579535
     """
     number = 0x811C9DC5
     for byte in path.encode():
@@ -361,6 +364,20 @@ def above_lanes(stacked: Tensor, level: int) -> Tensor:
     return lane
 
 
+def map_lanes(function: Callable[..., Tree], axes: Sequence[int | None], inputs: Sequence[Tree]) -> Tree:
+    """Do what ``torch.vmap(function, axes)(*inputs)`` does, for axes 0 and None and leaves that are tensors.
+
+    ``vmap`` walks every tree several times in Python, which for a small model costs a twentieth of a training step.
+    """
+    size = next(leaf.shape[0] for x, axis in zip(inputs, axes, strict=True) if axis is not None for leaf in leaves(x))
+    with vmap_increment_nesting(size, "error") as level:
+        own = [
+            x if axis is None else map(lambda leaf: functorch._add_batch_dim(leaf, 0, level), x)
+            for x, axis in zip(inputs, axes, strict=True)
+        ]
+        return map(lambda leaf: functorch._remove_batch_dim(leaf, level, size, 0), function(*own))
+
+
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which scalars and sums for this dtype are computed: float32 for half."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
@@ -508,11 +525,12 @@ def add_scaled(a: Tree, b: Tree, c: Number) -> Tree:
     """Return ``a + c * b``."""
 
     def many(a: list[Tensor], b: list[Tensor], c: Any) -> Sequence[Tensor]:
-        out = torch._foreach_mul(b, c)
-        torch._foreach_add_(out, a)  # in place on what the line above made, as everywhere in this module
-        return out
+        b = _as(b, a)
+        if isinstance(c, list):
+            return torch._foreach_addcmul(a, b, _as(c, a))
+        return torch._foreach_add(a, b, alpha=c)
 
-    return _pointwise(lambda a, b, c: b * c + a, many, (a, b), (c,))
+    return _pointwise(lambda a, b, c: a + b * c, many, (a, b), (c,))
 
 
 def clamp(a: Tree, low: Number, high: Number) -> Tree:
@@ -549,7 +567,7 @@ def ema_of_squares(average: Tree, new: Tree, decay: Number) -> Tree:
         new = _as(new, average)
         out = torch._foreach_mul(average, decay)
         if isinstance(weight, float):
-            torch._foreach_addcmul_(out, new, new, value=weight)
+            torch._foreach_addcmul_(out, new, new, value=weight)  # in place on what the line above made
         else:
             squares = torch._foreach_mul(new, new)
             torch._foreach_mul_(squares, weight)

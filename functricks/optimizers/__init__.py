@@ -1,9 +1,9 @@
 """Optimizers: each a chain of transforms, with PyTorch's argument names and defaults where PyTorch has it.
 
-The learning rate is the first argument, ``lr``: a number, a 0-d tensor or a schedule. ``decay_where`` selects the leaves
-that decay, ``learning_rates={"head.*": 10.0}`` multiplies the rate of some. What PyTorch's optimizers do beside the
-arithmetic (``foreach``, ``fused``, ``capturable``, ``differentiable``) is not an argument here: the fast way is taken
-where it exists, and everything is differentiable.
+The learning rate is the first argument, ``lr``: a number, a 0-d tensor or a schedule. ``decay_where`` selects the
+leaves that decay, ``learning_rates={"head.*": 10.0}`` multiplies the rate of some. What PyTorch's optimizers have
+beside the arithmetic (``foreach``, ``fused``, ``capturable``, ``differentiable``) is no argument here: the fast way is
+taken where it exists, and everything is differentiable.
 
 Not here: ``LBFGS``, which calls the loss again within a step, and ``SparseAdam``, since gradients are dense.
 """

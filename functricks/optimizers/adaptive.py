@@ -111,9 +111,7 @@ def scale_by_nadam(betas: tuple[Number, Number], eps: Number, momentum_decay: Nu
         return double(beta1) * (1.0 - 0.5 * torch.pow(0.96, step * double(momentum_decay)))
 
     def init(params: Params) -> ScaleByNadamState:
-        return ScaleByNadamState(
-            counter(), torch.ones((), dtype=torch.float64), statistic(params), statistic(params)
-        )
+        return ScaleByNadamState(counter(), torch.ones((), dtype=torch.float64), statistic(params), statistic(params))
 
     def update(grads: Grads, state: ScaleByNadamState, params: Params) -> tuple[Updates, ScaleByNadamState]:
         grads = matched("nadam", grads, state.mu)

@@ -73,8 +73,9 @@ def asgd(
     r"""Gradient descent with a falling rate, and the average of the parameters from step ``t0`` on.
 
     .. math::
-        \eta_t = \frac{\eta}{(1 + \lambda \eta t)^\alpha}, \qquad \theta \mapsto (1 - \lambda \eta_t) \theta - \eta_t g_t,
-        \qquad \bar\theta \mapsto \bar\theta + \frac{\theta - \bar\theta}{\max(1, t - t_0)}
+        \eta_t = \frac{\eta}{(1 + \lambda \eta t)^\alpha}, \qquad
+        \theta \mapsto (1 - \lambda \eta_t) \theta - \eta_t g_t, \qquad
+        \bar\theta \mapsto \bar\theta + \frac{\theta - \bar\theta}{\max(1, t - t_0)}
 
     for :math:`t = 0, 1, \dots`. ``averaged(state, params)`` reads :math:`\bar\theta`.
 
@@ -127,7 +128,7 @@ def step_schedule_free(
 ) -> Transform:
     """The step of :func:`schedule_free_adamw`."""
     beta1, beta2 = betas
-    (decays,) = decay(weight_decay, decay_where) or [None]
+    links = decay(weight_decay, decay_where)
 
     def init(params: Params) -> ScheduleFreeState:
         zero = torch.zeros((), dtype=torch.float64)
@@ -150,7 +151,7 @@ def step_schedule_free(
         share = torch.where(weight == 0, 0.0, own / torch.where(weight == 0, 1.0, weight))
         nu = tree.ema_of_squares(state.nu, grads, beta2)
         direction = tree.root_ratio(grads, nu, 1.0, torch.sqrt(1 - power(beta2, step)), eps)
-        if decays is not None:
+        for decays in links:
             direction = decays.update(direction, (), params)[0]
         ahead = now * (double(beta1) * (1 - share) - 1)
         updates = tree.add_scaled(tree.scale(tree.sub(state.z, params), share), direction, ahead)

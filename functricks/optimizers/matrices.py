@@ -11,7 +11,17 @@ from torch import Tensor
 from functricks import tree
 from functricks.optimizers.base import ascend, decay
 from functricks.transforms import chain, scale, scale_by_adam, scale_by_learning_rate, scale_by_trust_ratio
-from functricks.transforms.base import check_number, check_rate, counter, double, is_zero, matched, rate_at, statistic
+from functricks.transforms.base import (
+    check_integer,
+    check_number,
+    check_rate,
+    counter,
+    double,
+    is_zero,
+    matched,
+    rate_at,
+    statistic,
+)
 from functricks.types import Grads, Number, Params, Schedule, Transform, Updates
 
 __all__ = ["adafactor", "lamb", "muon"]
@@ -192,7 +202,7 @@ def scale_by_muon(
         _check_matrices(grads)
         grads = matched("muon", grads, state.mu)
         mu = tree.ema(state.mu, grads, momentum)
-        ahead = tree.ema(grads, mu, 1 - momentum) if nesterov else mu
+        ahead = tree.pointwise(torch.lerp, grads, mu, coefficients=(momentum,)) if nesterov else mu
         return tree.pointwise(direction, ahead, coefficients=(*ns_coefficients, eps)), ScaleByMuonState(mu)
 
     return Transform(init, update)
@@ -222,7 +232,8 @@ def _mixed(x: Tensor, left: Tensor, right: Tensor, beta: Number, alpha: Number) 
     if isinstance(beta, Tensor) or isinstance(alpha, Tensor):
         beta, alpha = (torch.as_tensor(value, dtype=x.dtype, device=x.device) for value in (beta, alpha))
         return beta * x + alpha * (left @ right)
-    return torch.addmm(x, left, right, beta=beta, alpha=alpha)
+    mixed: Tensor = torch.addmm(x, left, right, beta=beta, alpha=alpha)
+    return mixed
 
 
 def _gain(leaf: Tensor, adjust_lr_fn: AdjustLr | None) -> float:
@@ -280,8 +291,9 @@ def muon(
     """
     if len(ns_coefficients) != 3:
         raise ValueError(f"muon: ns_coefficients must be three numbers, got {ns_coefficients!r}")
-    if not isinstance(ns_steps, int) or not 0 <= ns_steps < 100:
-        raise ValueError(f"muon: ns_steps must be an integer in [0, 100), got {ns_steps!r}")
+    check_integer("muon: ns_steps", ns_steps, 0)
+    if ns_steps >= 100:
+        raise ValueError(f"muon: ns_steps must be below 100, got {ns_steps!r}")
     if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
         raise ValueError(f"muon: adjust_lr_fn must be None, 'original' or 'match_rms_adamw', got {adjust_lr_fn!r}")
     check_number("muon: momentum", momentum, minimum=0.0)

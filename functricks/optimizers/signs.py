@@ -37,9 +37,7 @@ def scale_by_rprop(lr: Number, etas: tuple[Number, Number], step_sizes: tuple[Nu
 
     def update(grads: Grads, state: ScaleByRpropState, params: Params) -> tuple[Updates, ScaleByRpropState]:
         grads = matched("rprop", grads, state.previous)
-        size = tree.pointwise(
-            resized, state.size, grads, state.previous, coefficients=(shrink, grow, *step_sizes)
-        )
+        size = tree.pointwise(resized, state.size, grads, state.previous, coefficients=(shrink, grow, *step_sizes))
         kept = tree.pointwise(lambda g, last: torch.where(g * last < 0, 0.0, g), grads, state.previous)
         return tree.pointwise(lambda g, size: g.sign() * size, kept, size), ScaleByRpropState(kept, size)
 
@@ -53,7 +51,7 @@ def rprop(
     *,
     maximize: bool = False,
 ) -> Transform:
-    r"""Move every entry against the sign of its gradient, by a step that grows while the sign stays and shrinks when not.
+    r"""Move every entry against its gradient's sign, by a step that grows while the sign stays and shrinks when not.
 
     .. math:: \Delta_t = \mathrm{clip}(\Delta_{t-1} \cdot \eta^\pm, \Delta_{\min}, \Delta_{\max}), \qquad
         \theta \mapsto \theta - \mathrm{sign}(g_t)\, \Delta_t
@@ -73,9 +71,7 @@ def rprop(
     >>> optimizer.update({"w": torch.tensor(3.0)}, optimizer.init({"w": torch.tensor(0.0)}), {})[0]
     {'w': tensor(-0.1000)}
     """
-    if callable(lr) and not isinstance(lr, Tensor):
-        raise TypeError(f"rprop: lr is the first step only, a schedule would have no effect; got {lr!r}")
-    check_number("rprop: lr", lr, minimum=0.0)
+    check_number("rprop: lr (the first step only: a schedule would have no effect)", lr, minimum=0.0)
     numbers = {"etas[0]": etas[0], "etas[1]": etas[1], "step_sizes[0]": step_sizes[0], "step_sizes[1]": step_sizes[1]}
     for name, value in numbers.items():
         check_number(f"rprop: {name}", value, minimum=0.0)

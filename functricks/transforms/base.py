@@ -38,13 +38,21 @@ def check_number(
         raise ValueError(f"{name} must be < {below:g}, got {value!r}")
 
 
+def check_integer(name: str, value: Any, minimum: int) -> None:
+    """Validate a count where it is a Python number; an integer tensor passes."""
+    if isinstance(value, Tensor):
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ValueError(f"{name} must be an integer >= {minimum}, got {value!r}")
+
+
 def check_rate(name: str, value: Any) -> None:
     """Validate a learning rate: a number, a 0-d tensor or a schedule."""
     if not callable(value):
         check_number(name, value, minimum=0.0)
 
 
-def check_betas(betas: tuple[Number, Number]) -> None:
+def check_betas(betas: Any) -> None:
     """Validate a pair of decay rates."""
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise TypeError(f"betas must be a pair of numbers or 0-d tensors, got {betas!r}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from functricks import tree
@@ -19,6 +18,7 @@ def apply_updates(params: Params, updates: Updates) -> Params:
 
     Updates may be wider than the parameters (float32 for half precision): the sum is rounded once.
 
+    >>> import torch
     >>> apply_updates({"w": torch.tensor(1.0)}, {"w": torch.tensor(-0.5)})
     {'w': tensor(0.5000)}
     """
@@ -28,6 +28,7 @@ def apply_updates(params: Params, updates: Updates) -> Params:
 def chain(*transforms: Transform) -> Transform:
     """Apply transforms one after the other; the state is the tuple of theirs.
 
+    >>> import torch
     >>> from functricks import scale, scale_by_learning_rate
     >>> both = chain(scale(2.0), scale_by_learning_rate(0.1))
     >>> both.update({"w": torch.tensor(1.0)}, both.init({}), {})[0]
@@ -52,6 +53,7 @@ def chain(*transforms: Transform) -> Transform:
 def named_chain(**transforms: Transform) -> Transform:
     """Apply transforms one after the other; the state is a dict with their names, so that one is found again.
 
+    >>> import torch
     >>> from functricks import scale_by_learning_rate, trace
     >>> momentum = named_chain(momentum=trace(0.9), rate=scale_by_learning_rate(0.1))
     >>> momentum.init({"w": torch.tensor(1.0)})["momentum"].trace
@@ -91,6 +93,7 @@ def skip_nonfinite(transform: Transform) -> Transform:
     Classic: what ``torch.amp.GradScaler.step`` does. :func:`functricks.train_step` does it for the whole step; this is
     for loops that own their state. ``state.skipped`` counts the skips.
 
+    >>> import torch
     >>> from functricks import scale
     >>> safe = skip_nonfinite(scale(-1.0))
     >>> safe.update({"w": torch.tensor(float("nan"))}, safe.init({}), {})[0]

@@ -59,9 +59,7 @@ def partition(transforms: dict[str, Transform], labels: Any) -> Transform:
     def update(grads: Grads, state: State, params: Params) -> tuple[Updates, State]:
         updates, states = {}, {}
         for label, part in parts(params).items():
-            own, states[label] = transforms[label].update(
-                tree.pick(grads, part), state[label], tree.pick(params, part)
-            )
+            own, states[label] = transforms[label].update(tree.pick(grads, part), state[label], tree.pick(params, part))
             updates.update(own)
         return tree.from_named(grads, updates), states
 
@@ -209,7 +207,9 @@ def _depths(layers: Layers | None, params: Params) -> dict[str, int]:
         return _standard_depths(paths)
     if callable(layers):
         return {path: layers(path) for path in paths}
-    matches = {str(i): tree.select(globs, params, name="layer_decay") for i, globs in enumerate(layers)} if paths else {}
+    matches = (
+        {str(i): tree.select(globs, params, name="layer_decay") for i, globs in enumerate(layers)} if paths else {}
+    )
     _check_once(matches, "layer_decay: layers")
     depths = {path: int(layer) for layer, chosen in matches.items() for path, hit in chosen.items() if hit}
     left_out = [path for path in paths if path not in depths]

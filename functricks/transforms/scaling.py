@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from functricks import random, tree
 from functricks.transforms.base import check_number, check_rate, counter, stateless
 from functricks.transforms.groups import scale_by_path
-from functricks.types import Empty, Grads, Number, Params, Schedule, State, Transform, Updates
+from functricks.types import Grads, Number, Params, Schedule, State, Transform, Updates
 
 __all__ = [
     "add_decayed_weights",
@@ -56,9 +56,7 @@ def scale_by_schedule(schedule: Schedule) -> Transform:
     return Transform(init, update)
 
 
-def scale_by_learning_rate(
-    lr: Number | Schedule, learning_rates: dict[str, Number] | None = None
-) -> Transform:
+def scale_by_learning_rate(lr: Number | Schedule, learning_rates: dict[str, Number] | None = None) -> Transform:
     """Multiply the gradients by ``-lr``: the last link of an optimizer.
 
     Args:
@@ -212,6 +210,4 @@ def scale_by_trust_ratio(trust_coefficient: Number = 1.0, eps: Number = 0.0) -> 
         dtype = tree.compute_dtype(update.dtype)
         return update.to(dtype) * torch.where(usable, ratio, 1.0).to(dtype)
 
-    return stateless(
-        lambda grads, params: tree.pointwise(one, grads, params, coefficients=(trust_coefficient, eps))
-    )
+    return stateless(lambda grads, params: tree.pointwise(one, grads, params, coefficients=(trust_coefficient, eps)))
