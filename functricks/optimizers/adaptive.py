@@ -26,6 +26,7 @@ def adam(
     maximize: bool = False,
     decay_where: tree.Where | None = None,
     learning_rates: dict[str, Number] | None = None,
+    decoupled_weight_decay: bool = False,
 ) -> Transform:
     """Adam: :func:`~functricks.scale_by_adam`, with L2 regularisation in the gradient.
 
@@ -40,16 +41,19 @@ def adam(
         maximize: ascend instead of descend.
         decay_where: the leaves that decay; all by default.
         learning_rates: ``{glob: factor}``, see :func:`~functricks.scale_by_learning_rate`.
+        decoupled_weight_decay: decay as :func:`adamw` does.
 
     >>> import torch
     >>> optimizer = adam(0.1)
     >>> optimizer.update({"w": torch.tensor(3.0)}, optimizer.init({"w": torch.tensor(0.0)}), {})[0]
     {'w': tensor(-0.1000)}
     """
+    before, after = decoupled(weight_decay, decay_where, decoupled_weight_decay)
     return chain(
         *ascend(maximize),
-        *decay(weight_decay, decay_where),
+        *before,
         scale_by_adam(betas, eps, amsgrad),
+        *after,
         scale_by_learning_rate(lr, learning_rates),
     )
 

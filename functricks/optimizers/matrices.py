@@ -103,7 +103,8 @@ def _variance(
     columns = new.columns[path] = torch.lerp(state.columns[path], squares.mean(-2, keepdim=True), weight)
     if not grad.numel():
         return squares
-    return rows @ columns / torch.maximum(rows.mean(-2, keepdim=True), _smallest(eps, grad))
+    product: Tensor = rows @ columns
+    return product / torch.maximum(rows.mean(-2, keepdim=True), _smallest(eps, grad))
 
 
 def _inverse_root(variance: Tensor, eps: Number | None) -> Tensor:
