@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from functricks import tree
-from functricks.transforms.base import check_number, stateless
+from functricks.transforms.base import check_number, counter, stateless
 from functricks.types import Empty, Grads, Number, Params, Transform
 
 __all__ = ["adaptive_clip", "clip_by_global_norm", "clip_by_leaf_norm", "clip_by_value"]
@@ -58,7 +58,7 @@ def clip_by_global_norm(
         classic: reproduce ``clip_grad_norm_`` to the bit: it computes the norm in the gradients' dtype and divides by
             the norm plus 1e-6, so that it shrinks tiny gradients too and overflows for large ones.
         error_if_nonfinite: PyTorch's argument, as a value, since a pure function under ``vmap`` cannot raise for one
-            lane: the state is then ``(nonfinite,)``, a 0-d bool that says whether this update's norm was not finite.
+            lane: the state is then ``(nonfinite,)``, which counts the updates whose norm was not finite.
 
     In the default, finite gradients of any size keep their direction and zero stays zero.
 
@@ -70,7 +70,7 @@ def clip_by_global_norm(
     _check_order(norm_type, classic)
 
     def init(params: Params) -> Empty | ClipByGlobalNormState:
-        return ClipByGlobalNormState(torch.zeros((), dtype=torch.bool)) if error_if_nonfinite else Empty()
+        return ClipByGlobalNormState(counter()) if error_if_nonfinite else Empty()
 
     def update(
         grads: Grads, state: Empty | ClipByGlobalNormState, params: Params
@@ -79,7 +79,10 @@ def clip_by_global_norm(
             return grads, state
         find = _classic_factor if classic else _factor
         factor, finite = find(grads, max_norm, float(norm_type))
-        return tree.scale(grads, factor), ClipByGlobalNormState(~finite) if error_if_nonfinite else state
+        clipped = tree.scale(grads, factor)
+        if isinstance(state, ClipByGlobalNormState):
+            return clipped, ClipByGlobalNormState(state.nonfinite + ~finite)
+        return clipped, state
 
     return Transform(init, update)
 

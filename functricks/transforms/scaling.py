@@ -123,7 +123,6 @@ def add_decayed_weights(weight_decay: Number, where: tree.Where | None = None) -
 
 class AddNoiseState(NamedTuple):
     step: Tensor
-    key: Tensor
 
 
 def add_noise(key: Tensor, eta: Number = 0.01, gamma: Number = 0.55) -> Transform:
@@ -148,17 +147,17 @@ def add_noise(key: Tensor, eta: Number = 0.01, gamma: Number = 0.55) -> Transfor
     check_number("add_noise: gamma", gamma, minimum=0.0)
 
     def init(params: Params) -> AddNoiseState:
-        return AddNoiseState(counter(), key)
+        return AddNoiseState(counter())
 
     def update(grads: Grads, state: AddNoiseState, params: Params) -> tuple[Updates, AddNoiseState]:
         variance = torch.as_tensor(eta, dtype=torch.float64) / (1.0 + state.step.double()) ** gamma
-        step_key = random.fold_in(state.key, state.step)
+        step_key = random.fold_in(key, state.step)
         noise = {
             path: random.normal(random.fold_in(step_key, tree.path_number(path)), leaf.shape).to(leaf.dtype)
             for path, leaf in tree.named_leaves(grads).items()
         }
         noisy = tree.add_scaled(grads, tree.from_named(grads, noise), tree.sqrt(variance))
-        return noisy, AddNoiseState(state.step + 1, state.key)
+        return noisy, AddNoiseState(state.step + 1)
 
     return Transform(init, update)
 
