@@ -171,25 +171,17 @@ def averaged(state: State, params: Params) -> Params:
         raise ValueError("averaged: the state holds no average; add ema(...) or swa() to the chain")
     named = tree.named_leaves(params)
     for holder, own in holders:
-        for path, leaf in tree.named_leaves(holder.averaged(_own(params, named, own))).items():
+        covered = tree.paths(own)
+        strangers = [path for path in covered if path not in named]
+        if strangers:
+            raise ValueError(f"averaged: the state averages {', '.join(strangers)}; have: {', '.join(named)}")
+        flat = isinstance(own, dict) and set(own) == set(covered)  # what partition and masked hand to theirs
+        mean = holder.averaged({path: named[path] for path in covered} if flat else params)
+        for path, leaf in tree.named_leaves(mean).items():
             if path in found:
                 raise ValueError(f"averaged: two averages of {path}; pass the state of the one you mean")
-            if path not in named:
-                raise ValueError(f"averaged: the state averages {path}; have: {', '.join(named)}")
             found[path] = leaf.to(named[path].dtype)
     return tree.from_named(params, found)
-
-
-def _own(params: Params, named: dict[str, Any], like: Any) -> Any:
-    """Return the parameters that a state is about: all, or a flat ``{path: leaf}`` of some."""
-    paths = tree.paths(like)
-    if set(paths) == set(named):
-        return params if not _is_flat(like, paths) else {path: named[path] for path in paths}
-    return {path: named[path] for path in paths if path in named}
-
-
-def _is_flat(like: Any, paths: list[str]) -> bool:
-    return isinstance(like, dict) and set(like) == set(paths)
 
 
 def _holders(state: State) -> list[tuple[Any, Any]]:

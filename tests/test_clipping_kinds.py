@@ -1,0 +1,191 @@
+"""Clipping: PyTorch's numbers to the bit where they are asked for, the right ones otherwise."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_close, assert_same, lane, odd_trees
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+import functricks as F
+
+INF = math.inf
+ORDERS = [1.0, 2.0, 3.0, INF]
+
+
+def apply(clip: F.Transform, grads: Any, params: Any = None) -> Any:
+    params = grads if params is None else params
+    return clip.update(grads, clip.init(params), params)[0]
+
+
+def classic(grads: dict[str, Tensor], max_norm: float, order: float) -> dict[str, Tensor]:
+    leaves = {name: nn.Parameter(torch.zeros_like(leaf)) for name, leaf in grads.items()}
+    for name, leaf in leaves.items():
+        leaf.grad = grads[name].clone()
+    clip_grad_norm_(leaves.values(), max_norm, order)
+    return {name: leaf.grad for name, leaf in leaves.items()}  # type: ignore[misc]
+
+
+def some(dtype: torch.dtype, size: float = 1.0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: (size * torch.randn(shape, generator=generator)).to(dtype)
+        for name, shape in {"w": (7, 5), "b": (13,), "s": ()}.items()
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("order", [*ORDERS, 0.5])
+@pytest.mark.parametrize("max_norm", [0.0, 0.3, 1.0, 1e3, INF])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 100.0])
+def test_classic_is_clip_grad_norm_to_the_bit(dtype: torch.dtype, order: float, max_norm: float, size: float) -> None:
+    grads = some(dtype, size)
+    found = apply(F.clip_by_global_norm(max_norm, norm_type=order, classic=True), grads)
+    assert_same(found, classic(grads, max_norm, order))
+
+
+def test_classic_keeps_what_is_odd_about_it() -> None:
+    """Field case C30d: 1e-6 in the denominator shrinks what is not too long; infinite gradients become NaN."""
+    tiny = {"w": torch.tensor([6e-7, 8e-7])}
+    assert_close(apply(F.clip_by_global_norm(1e-6, classic=True), tiny)["w"], torch.tensor([3e-7, 4e-7]))
+    assert_close(apply(F.clip_by_global_norm(1e-6), tiny)["w"], tiny["w"])
+    endless = {"w": torch.tensor([INF, 1.0])}
+    assert_same(apply(F.clip_by_global_norm(1.0, classic=True), endless), classic(endless, 1.0, 2.0))
+    assert_same(apply(F.clip_by_global_norm(1.0), endless), endless)
+
+
+def test_error_if_nonfinite_is_a_value() -> None:
+    for kind in (True, False):
+        clip = F.clip_by_global_norm(1.0, classic=kind, error_if_nonfinite=True)
+        state = clip.init({})
+        for value, count in ((1.0, 0), (math.nan, 1), (2.0, 1), (INF, 2)):
+            _, state = clip.update({"w": torch.tensor(value)}, state, {})
+            assert state.nonfinite == count
+    with pytest.raises(RuntimeError, match="non-finite"):
+        leaf = nn.Parameter(torch.zeros(()))
+        leaf.grad = torch.tensor(math.nan)
+        clip_grad_norm_([leaf], 1.0, error_if_nonfinite=True)
+    assert F.clip_by_global_norm(1.0).init({}) == ()
+
+
+def test_error_if_nonfinite_by_lane() -> None:
+    clip = F.clip_by_global_norm(1.0, error_if_nonfinite=True)
+    found = torch.vmap(lambda g: clip.update({"w": g}, clip.init({}), {})[1].nonfinite)(torch.tensor([1.0, INF, 2.0]))
+    assert_same(found, torch.tensor([0, 1, 0]))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("size", [1e-300, 1e-160, 1.0, 1e160, 1e300])
+def test_any_size_keeps_its_direction(order: float, size: float) -> None:
+    direction = torch.tensor([3.0, -4.0, 0.5], dtype=torch.float64)
+    found = apply(F.clip_by_global_norm(size / 10, norm_type=order), {"a": direction * size})["a"]
+    expected = direction / torch.linalg.vector_norm(direction, order) * (size / 10)
+    torch.testing.assert_close(found / size, expected / size, rtol=1e-13, atol=0)
+    assert_same(apply(F.clip_by_global_norm(size * 100, norm_type=order), {"a": direction * size})["a"], direction * size)
+
+
+def test_large_float32_and_half() -> None:
+    found = apply(F.clip_by_global_norm(1.0), {"w": torch.tensor([3e38, 3e38])})["w"]
+    assert_close(found, torch.tensor([0.5**0.5, 0.5**0.5]))
+    half = torch.full((100,), 60000.0, dtype=torch.float16)
+    assert_same(apply(F.clip_by_global_norm(1.0), {"w": half})["w"], torch.full((100,), 0.1, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_empty_and_zero(order: float) -> None:
+    """Field case C30b and c."""
+    clip = F.clip_by_global_norm(1.0, norm_type=order)
+    grads = {"none": torch.zeros(0), "some": torch.tensor([3.0])}
+    assert_close(apply(clip, grads), {"none": torch.zeros(0), "some": torch.tensor([1.0])})
+    assert apply(clip, {}) == {}
+    for bound in (0.0, 1.0):
+        zero = {"w": torch.zeros(2)}
+        for kind in (
+            F.clip_by_global_norm(bound, norm_type=order),
+            F.clip_by_leaf_norm(bound),
+            F.adaptive_clip(bound),
+            F.clip_by_value(bound),
+        ):
+            assert_same(apply(kind, zero), zero)
+    assert_same(apply(F.clip_by_global_norm(0.0, norm_type=order), grads)["some"], torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    "clip", [F.clip_by_value(0.1), F.clip_by_leaf_norm(0.1), F.adaptive_clip(), F.clip_by_global_norm(0.1)]
+)
+def test_odd_trees_keep_their_form(clip: F.Transform) -> None:
+    for tree in odd_trees(torch.float32).values():
+        found = F.tree.named_leaves(apply(clip, tree))
+        for path, leaf in F.tree.named_leaves(tree).items():
+            assert (found[path].shape, found[path].dtype) == (leaf.shape, leaf.dtype)
+
+
+def test_value_is_clip_grad_value_() -> None:
+    grads = some(torch.float32)
+    leaves = {name: nn.Parameter(torch.zeros_like(leaf)) for name, leaf in grads.items()}
+    for name, leaf in leaves.items():
+        leaf.grad = grads[name].clone()
+    clip_grad_value_(leaves.values(), 0.5)
+    assert_same(apply(F.clip_by_value(0.5), grads), {name: leaf.grad for name, leaf in leaves.items()})
+    assert math.isnan(apply(F.clip_by_value(0.5), {"w": torch.tensor(math.nan)})["w"])
+
+
+def test_leaf_norm_is_the_global_norm_of_every_leaf() -> None:
+    grads = some(torch.float64)
+    found = apply(F.clip_by_leaf_norm(0.7), grads)
+    for name, leaf in grads.items():
+        assert_close(found[name], apply(F.clip_by_global_norm(0.7), {"one": leaf})["one"])
+    nan = {"a": torch.tensor([math.nan, 1.0]), "b": torch.tensor([3.0, 4.0])}
+    assert_close(apply(F.clip_by_leaf_norm(1.0), nan)["b"], torch.tensor([0.6, 0.8]))
+    assert_same(apply(F.clip_by_leaf_norm(1.0), nan)["a"], nan["a"])
+
+
+def unit_norm(x: Tensor) -> Tensor:
+    return x.norm() if x.ndim < 2 else x.flatten(1).norm(dim=1).reshape(-1, *[1] * (x.ndim - 1))
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (4, 3), (4, 3, 2, 2)])
+def test_adaptive_clip_is_the_paper(shape: tuple[int, ...]) -> None:
+    """Equation 3 of arXiv:2102.06171, a unit at a time."""
+    generator = torch.Generator().manual_seed(2)
+    params = torch.randn(shape, generator=generator, dtype=torch.float64)
+    grads = torch.randn(shape, generator=generator, dtype=torch.float64)
+    limit = 0.3 * unit_norm(params).clamp(min=0.5)
+    length = unit_norm(grads)
+    expected = torch.where(length > limit, grads * limit / length, grads)
+    assert_close(apply(F.adaptive_clip(0.3, eps=0.5), {"w": grads}, {"w": params})["w"], expected)
+
+
+@pytest.mark.parametrize("make", [F.clip_by_global_norm, F.clip_by_leaf_norm, F.clip_by_value, F.adaptive_clip])
+def test_bounds_by_lane(make: Any) -> None:
+    grads, params, bounds = some(torch.float32), some(torch.float32, 3.0), torch.tensor([0.1, 1.0, 1000.0])
+    found = torch.vmap(lambda bound: apply(make(bound), grads, params))(bounds)
+    for i in range(3):
+        assert_close(lane(found, i), apply(make(bounds[i].item()), grads, params))
+
+
+def test_clipping_before_unscaling_cannot_happen() -> None:
+    """Field case C26: the true gradient has norm 0.5, the scaled one 512."""
+    loss = lambda params, _: (params["w"] * torch.tensor([0.3, 0.4])).sum()  # noqa: E731
+    found = F.gradient(loss)({"w": torch.zeros(2)}, (), scale=1024.0)
+    assert_close(apply(F.clip_by_global_norm(1.0), found.grads)["w"], torch.tensor([0.3, 0.4]))
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: F.clip_by_global_norm(-1.0), "max_norm must be >= 0"),
+        (lambda: F.clip_by_global_norm(1.0, norm_type=0.5), "norm_type must be >= 1, or inf"),
+        (lambda: F.clip_by_value(-1.0), "bound must be >= 0"),
+        (lambda: F.clip_by_leaf_norm(-1.0), "max_norm must be >= 0"),
+        (lambda: F.adaptive_clip(-1.0), "clipping must be >= 0"),
+        (lambda: F.adaptive_clip(eps=-1.0), "eps must be >= 0"),
+    ],
+)
+def test_bad_arguments(make: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        make()

@@ -1,0 +1,268 @@
+"""Transforms around a transform, and the smaller links: their numbers and their errors."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_close, assert_same, lane
+from torch import Tensor
+
+import functricks as F
+
+ONE = {"w": torch.tensor(1.0)}
+
+
+def w(value: float) -> dict[str, Tensor]:
+    return {"w": torch.tensor(value)}
+
+
+def moved(optimizer: Any, values: list[float], flush: bool = False) -> float:
+    """Where a parameter at 0 goes when its gradients are these."""
+    params = w(0.0)
+    state = optimizer.init(params)
+    for value in values:
+        updates, state = optimizer.update(w(value), state, params)
+        params = F.apply_updates(params, updates)
+    if flush:
+        params = F.apply_updates(params, optimizer.flush(state, params)[0])
+    return params["w"].item()
+
+
+# --- multi_steps -----------------------------------------------------------------------------------------------------
+
+
+def test_left_over_micro_batches_are_flushed() -> None:
+    """Field case C05: dropping them gives -0.1, dividing by k -0.175."""
+    steps = F.multi_steps(F.sgd(0.1), 4)
+    assert moved(steps, [1.0] * 7) == pytest.approx(-0.1)
+    assert moved(steps, [1.0] * 7, flush=True) == pytest.approx(-0.2)
+    assert moved(steps, [1.0] * 8, flush=True) == pytest.approx(-0.2)  # nothing is left
+
+
+def test_flush_empties_the_window() -> None:
+    steps = F.multi_steps(F.sgd(0.1, 0.9), 4)
+    state = steps.init(ONE)
+    _, state = steps.update(w(5.0), state, ONE)
+    _, state = steps.flush(state, ONE)
+    assert (state.seen, state.weight, state.total["w"]) == (0, 0, 0)
+    updates, again = steps.flush(state, ONE)
+    assert_same(updates, w(0.0))
+    assert_same(again, state)  # momentum too: nothing happened
+
+
+def test_weights_count() -> None:
+    """Field case C01: one token of 1, three of 4."""
+    steps = F.multi_steps(F.sgd(1.0), 2)
+    state = steps.init(ONE)
+    for size, weight in ((1.0, 1.0), (4.0, 3.0)):
+        found = F.Gradient(w(size), torch.tensor(0.0), torch.tensor(weight), (), {})
+        updates, state = steps.update(found, state, ONE)
+    assert_close(updates, w(-3.25))
+
+
+def test_dropped_micro_batches() -> None:
+    """Field case X11: 1, NaN, 3, 5 with k = 2 steps by 2, and 5 waits until it is flushed."""
+    steps = F.multi_steps(F.sgd(1.0), 2)
+    safe = F.skip_nonfinite(steps)
+    params, state = w(0.0), safe.init(w(0.0))
+    for value in (1.0, math.nan, 3.0, 5.0):
+        updates, state = safe.update(w(value), state, params)
+        params = F.apply_updates(params, updates)
+    assert (params["w"], state.skipped, state.inner.seen) == (-2.0, 1, 1)
+    assert_close(steps.flush(state.inner, params)[0], w(-5.0))
+
+
+def test_schedules_run_in_steps_of_the_optimizer() -> None:
+    steps = F.multi_steps(F.sgd(lambda step: 1.0 + step), 2)
+    assert moved(steps, [1.0] * 4) == -(1.0 + 2.0)
+
+
+def test_every_by_lane() -> None:
+    every = torch.tensor([1, 2, 3])
+
+    def run(every: Any) -> Tensor:
+        steps = F.multi_steps(F.sgd(1.0, 0.9), every)
+        params, state = w(0.0), steps.init(w(0.0))
+        for value in (1.0, 2.0, 3.0, 4.0):
+            updates, state = steps.update(w(value), state, params)
+            params = F.apply_updates(params, updates)
+        return F.apply_updates(params, steps.flush(state, params)[0])["w"]
+
+    found = torch.vmap(run)(every)
+    assert_close(found, torch.stack([run(k) for k in (1, 2, 3)]))
+
+
+def test_multi_steps_trains_in_a_step() -> None:
+    step = F.train_step(F.gradient(lambda params, x: params["w"] * x.mean()), F.chain(F.multi_steps(F.sgd(1.0), 2)))
+    state = step.init(w(0.0))
+    for x in (1.0, 3.0):
+        state, _ = step.update(state, torch.tensor([x]))
+    assert state.params["w"] == -2.0
+
+
+# --- inject_hyperparams ----------------------------------------------------------------------------------------------
+
+
+def test_hyperparams_are_read_and_written() -> None:
+    optimizer = F.inject_hyperparams(F.adamw)(0.1, betas=(0.5, 0.9), weight_decay=0.0, amsgrad=True)
+    state = optimizer.init(ONE)
+    assert list(state.hyperparams) == ["lr", "betas", "weight_decay"]
+    assert state.hyperparams["lr"] == 0.1
+    assert state.hyperparams["betas"][1] == 0.9
+    state = state._replace(hyperparams={**state.hyperparams, "lr": torch.tensor(0.0)})
+    updates, state = optimizer.update(w(3.0), state, ONE)
+    assert_same(F.tree.map(torch.abs, updates), w(0.0))
+    assert state.hyperparams["lr"] == 0.0  # stays written
+
+
+def test_injected_runs_as_plain() -> None:
+    for maker in (F.sgd, F.adamw, F.lion, F.rmsprop, F.lamb):
+        plain, injected = maker(0.1), F.inject_hyperparams(maker)(0.1)
+        values = [1.0, -2.0, 0.5, 3.0]
+        assert moved(injected, values) == pytest.approx(moved(plain, values), rel=1e-6)
+
+
+def test_any_hyper_parameter_may_be_a_schedule() -> None:
+    optimizer = F.inject_hyperparams(F.sgd)(lr=1.0, momentum=lambda step: 0.5 * step)
+    # b1 = 1 (momentum 0), b2 = 1 + 0.5 * 1, b3 = 1 + 1.0 * 1.5
+    assert moved(optimizer, [1.0, 1.0, 1.0]) == -(1.0 + 1.5 + 2.5)
+    clip = F.inject_hyperparams(F.clip_by_global_norm)(lambda step: 1.0 / (1 + step))
+    state = clip.init(ONE)
+    for expected in (1.0, 0.5):
+        updates, state = clip.update(w(10.0), state, ONE)
+        assert_close(updates, w(expected))
+        assert_close(state.hyperparams["max_norm"], torch.tensor(expected, dtype=torch.float64))
+
+
+def test_plateau_writes_the_rate() -> None:
+    plateau = F.schedules.reduce_on_plateau(factor=0.5, patience=0)
+    optimizer = F.inject_hyperparams(F.sgd)(lr=1.0)
+    state, memory = optimizer.init(ONE), plateau.init(1.0)
+    seen = []
+    for metric in (1.0, 1.0, 0.5, 0.5):
+        lr, memory = plateau.update(metric, memory)
+        state = state._replace(hyperparams={"lr": lr})
+        updates, state = optimizer.update(ONE, state, ONE)
+        seen.append(-updates["w"].item())
+    assert seen == [1.0, 0.5, 0.5, 0.25]
+
+
+def test_hyperparams_by_lane_and_their_gradient() -> None:
+    def loss(lr: Tensor) -> Tensor:
+        optimizer = F.inject_hyperparams(F.sgd)(lr=lr)
+        params = w(1.0)
+        updates, _ = optimizer.update(params, optimizer.init(params), params)
+        return F.apply_updates(params, updates)["w"].square()
+
+    lrs = torch.tensor([0.1, 0.2, 0.3])
+    assert_close(torch.vmap(loss)(lrs), (1 - lrs).square())
+    assert_close(torch.vmap(torch.func.grad(loss))(lrs), -2 * (1 - lrs))
+
+
+def test_inject_hyperparams_checks_at_construction() -> None:
+    with pytest.raises(ValueError, match="lr must be >= 0"):
+        F.inject_hyperparams(F.sgd)(lr=-1.0)
+    with pytest.raises(ValueError, match="are no arguments of sgd"):
+        F.inject_hyperparams(F.sgd, static=["beta"])
+    with pytest.raises(TypeError, match="unexpected keyword|got an unexpected"):
+        F.inject_hyperparams(F.sgd)(beta=1.0)
+    optimizer = F.inject_hyperparams(F.sgd)(lr=0.1)
+    with pytest.raises(ValueError, match=r"the state has \[\], expected \['lr'\]"):
+        optimizer.update(ONE, optimizer.init(ONE)._replace(hyperparams={}), ONE)
+
+
+# --- master weights --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("make", [partial(F.sgd, 1e-3, 0.9), partial(F.adamw, 1e-4), partial(F.lion, 1e-5)])
+def test_master_weights_are_the_float32_run(dtype: torch.dtype, make: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    start = {"a": torch.randn(4, 3, generator=generator).to(dtype), "b": torch.randn(3, generator=generator).to(dtype)}
+    optimizer, plain = F.master_weights(make()), make()
+    params, state = start, optimizer.init(start)
+    exact: Any = {name: leaf.float() for name, leaf in start.items()}
+    memory = plain.init(exact)
+    for step in range(50):
+        grads = {name: torch.randn(leaf.shape, generator=generator).to(dtype) for name, leaf in start.items()}
+        updates, state = optimizer.update(grads, state, params)
+        params = F.apply_updates(params, updates)
+        updates, memory = plain.update({name: leaf.float() for name, leaf in grads.items()}, memory, exact)
+        exact = F.apply_updates(exact, updates)
+        assert_same(params, {name: leaf.to(dtype) for name, leaf in exact.items()})
+    assert_same(state.master, exact)
+
+
+# --- the smaller links -----------------------------------------------------------------------------------------------
+
+
+def test_named_chain() -> None:
+    optimizer = F.named_chain(clip=F.clip_by_global_norm(1.0), momentum=F.trace(0.9), rate=F.scale(-0.1))
+    state = optimizer.init(ONE)
+    updates, state = optimizer.update(w(10.0), state, ONE)
+    assert_close(updates, w(-0.1))
+    assert state["momentum"].step == 1
+    with pytest.raises(ValueError, match=r"the state has \['a'\], the links are \['clip', 'momentum', 'rate'\]"):
+        optimizer.update(ONE, {"a": ()}, ONE)
+    with pytest.raises(TypeError, match="named_chain: clip must be a Transform"):
+        F.named_chain(clip=3.0)  # type: ignore[arg-type]
+
+
+def test_centralize() -> None:
+    grads = {"w": torch.randn(3, 4, 2, dtype=torch.float64) + 2, "b": torch.randn(4, dtype=torch.float64)}
+    found, _ = F.centralize().update(grads, (), grads)
+    assert_close(found["w"], grads["w"] - grads["w"].mean((1, 2), keepdim=True))
+    assert_same(found["b"], grads["b"])
+
+
+def test_trust_ratio_and_its_zeros() -> None:
+    params = {"w": torch.tensor([3.0, 4.0]), "zero": torch.zeros(2), "still": torch.ones(2)}
+    grads = {"w": torch.tensor([0.0, 0.5]), "zero": torch.ones(2), "still": torch.zeros(2)}
+    found, _ = F.scale_by_trust_ratio(0.1).update(grads, (), params)
+    assert_close(found, {"w": torch.tensor([0.0, 0.5]), "zero": torch.ones(2), "still": torch.zeros(2)})
+
+
+def test_noise_fades_and_goes_by_key_step_and_path() -> None:
+    params = {"a": torch.zeros(20000), "b": torch.zeros(20000)}
+    noise = F.add_noise(F.random.key(0), eta=0.04, gamma=0.5)
+    first, state = noise.update(params, noise.init(params), params)
+    second, _ = noise.update(params, state, params)
+    assert first["a"].std().item() == pytest.approx(0.2, rel=0.03)
+    assert second["a"].std().item() == pytest.approx((0.04 / 2**0.5) ** 0.5, rel=0.03)
+    for one, other in ((first["a"], first["b"]), (first["a"], second["a"])):
+        assert abs(torch.corrcoef(torch.stack([one, other]))[0, 1].item()) < 0.03
+    more = {"c": torch.zeros(3), "b": params["b"], "a": params["a"]}
+    again, _ = noise.update(more, noise.init(more), more)
+    assert_same({"a": again["a"], "b": again["b"]}, first)
+
+
+def test_noise_by_lane_is_the_solo_noise() -> None:
+    params = {"a": torch.zeros(5)}
+    keys = F.random.split(F.random.key(1), 3)
+
+    def run(key: Tensor) -> Any:
+        noise = F.add_noise(key)
+        return noise.update(params, noise.init(params), params)[0]
+
+    found = torch.vmap(run)(keys)
+    for i in range(3):
+        assert_close(lane(found, i), run(keys[i]))
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: F.multi_steps(F.sgd(), 0), "every must be an integer >= 1"),
+        (lambda: F.multi_steps(F.sgd(), True), "every must be an integer >= 1"),
+        (lambda: F.add_noise(F.random.key(0), eta=-1.0), "eta must be >= 0"),
+        (lambda: F.scale_by_trust_ratio(-1.0), "trust_coefficient must be >= 0"),
+        (lambda: F.scale_by_rms(alpha=-1.0), "alpha must be >= 0"),
+    ],
+)
+def test_bad_arguments(make: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        make()
