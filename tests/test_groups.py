@@ -318,3 +318,10 @@ def test_head_only_training_does_no_work_for_the_body() -> None:
         step.update(state, (x, y))
     forward = 2 * 16 * (32 * 64 + 64 * 4)
     assert counter.get_total_flops() == forward + 2 * 16 * 64 * 4  # and the head's weight gradient, nothing else
+
+
+def test_layer_decay_compiles() -> None:
+    params = ones("embed.w", "blocks.0.w", "blocks.1.w", "norm.w", "head.w")
+    decay = F.layer_decay(0.5)
+    compiled = torch.compile(lambda grads: decay.update(grads, (), params)[0], fullgraph=True, backend="aot_eager")
+    assert_same(compiled(params), one_update(decay, params))

@@ -189,7 +189,7 @@ def layer_decay(rate: Number, layers: Layers | None = None) -> Transform:
 
     def update(grads: Grads, params: Params) -> Updates:
         depths = _depths(layers, params)
-        top = max(depths.values(), default=0)
+        top = max([0, *depths.values()])
         updates: dict[str, Any] = {}
         for depth in sorted(set(depths.values())):
             chosen = {path: own == depth for path, own in depths.items()}
@@ -204,7 +204,7 @@ def _depths(layers: Layers | None, params: Params) -> dict[str, int]:
     """Return ``{path: layer}`` for every leaf."""
     paths = tree.paths(params)
     if layers is None:
-        return _standard_depths(paths)
+        return dict(zip(paths, _standard_depths(tuple(paths)), strict=True))
     if callable(layers):
         return {path: layers(path) for path in paths}
     matches = (
@@ -218,7 +218,7 @@ def _depths(layers: Layers | None, params: Params) -> dict[str, int]:
     return depths
 
 
-def _standard_depths(paths: list[str]) -> dict[str, int]:
+def _standard_depths(paths: tuple[str, ...]) -> tuple[int, ...]:
     """Read the layers from the numbered blocks: the numbered list that holds the most leaves."""
     lists: dict[str, list[int]] = {}
     for path in paths:
@@ -231,7 +231,10 @@ def _standard_depths(paths: list[str]) -> dict[str, int]:
         raise ValueError(f"layer_decay: no numbered blocks in the paths, pass layers=; have: {', '.join(paths)}")
     blocks = max(lists, key=lambda prefix: len(lists[prefix]), default="")
     numbers = {number: i for i, number in enumerate(sorted(set(lists.get(blocks, []))))}
-    return {path: _standard_depth(path, blocks, numbers) for path in paths}
+    return tuple(_standard_depth(path, blocks, numbers) for path in paths)
+
+
+_standard_depths.__dict__["_dynamo_marked_constant"] = True  # paths are constants: nothing to trace
 
 
 def _standard_depth(path: str, blocks: str, numbers: dict[int, int]) -> int:
