@@ -221,13 +221,18 @@ def _shrink(length: Tensor, epsilon: Number) -> Tensor:
 
 
 def _norm_of(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    return tree.sqrt(x.double().square().sum(dims, keepdim=True))
+    wide = x.double()
+    return tree.sqrt(wide.square().sum(dims, keepdim=True)) if dims else wide.abs()  # sum(()) would sum over all
 
 
 def _unit(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    length = _norm_of(x, dims)
+    wide = x.double()
+    if dims and x.numel():  # float64 squares overflow and underflow; dividing by the largest entry first avoids it
+        peak = wide.detach().abs().amax(dims, keepdim=True)
+        wide = wide / torch.where(torch.isfinite(peak) & (peak > 0), peak, 1.0)
+    length = _norm_of(wide, dims)
     usable = torch.isfinite(length) & (length > 0)
-    return torch.where(usable, x.double() / torch.where(usable, length, 1.0), 0.0)
+    return torch.where(usable, wide / torch.where(usable, length, 1.0), 0.0)
 
 
 def _check_norm(name: str, norm: Any) -> None:
