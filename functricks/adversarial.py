@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from functricks import tree
+from functricks.gradients import gradient
 from functricks.transforms import check_number
 from functricks.types import Batch, Carry, GradFn, Gradient, Number, Params
 
@@ -159,11 +160,11 @@ def attack(
         raise ValueError(f"attack: norm must be 'l2' or 'linf' and per 'leaf' or 'example', got {norm!r}, {per!r}")
     length = step_size if step_size is not None else (epsilon if steps == 1 else 2.5 * epsilon / steps)
     dims = tuple(range(1, x.ndim)) if per == "example" else tuple(range(x.ndim))
-    gradient_of = torch.func.grad(loss_of_input)
+    gradient_of = gradient(lambda x, _: loss_of_input(x))
 
     moved = x
     for _ in range(steps):
-        slope = gradient_of(moved)
+        slope = gradient_of(moved, ()).grads
         if norm == "linf":
             shift = moved + length * torch.nan_to_num(slope).sign() - x
             shift = torch.clamp(
