@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from functricks import tree
+from functricks.gradients import gradient
 from functricks.transforms.base import check_number
 from functricks.types import Batch, Carry, GradFn, Gradient, Number, Params
 
@@ -159,11 +160,11 @@ def attack(
         raise ValueError(f"attack: norm must be 'l2' or 'linf' and per 'leaf' or 'example', got {norm!r}, {per!r}")
     length = step_size if step_size is not None else (epsilon if steps == 1 else 2.5 * epsilon / steps)
     dims = tuple(range(1, x.ndim)) if per == "example" else tuple(range(x.ndim))
-    gradient_of = torch.func.grad(loss_of_input)
+    gradient_of = gradient(lambda x, _: loss_of_input(x))
 
     moved = x
     for _ in range(steps):
-        slope = gradient_of(moved)
+        slope = gradient_of(moved, ()).grads
         if norm == "linf":
             shift = moved + length * torch.nan_to_num(slope).sign() - x
             shift = torch.clamp(
@@ -221,13 +222,18 @@ def _shrink(length: Tensor, epsilon: Number) -> Tensor:
 
 
 def _norm_of(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    return tree.sqrt(x.double().square().sum(dims, keepdim=True))
+    wide = x.double()
+    return tree.sqrt(wide.square().sum(dims, keepdim=True)) if dims else wide.abs()  # sum(()) would sum over all
 
 
 def _unit(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    length = _norm_of(x, dims)
+    wide = x.double()
+    if dims and x.numel():  # float64 squares overflow and underflow; dividing by the largest entry first avoids it
+        peak = wide.detach().abs().amax(dims, keepdim=True)
+        wide = wide / torch.where(torch.isfinite(peak) & (peak > 0), peak, 1.0)
+    length = _norm_of(wide, dims)
     usable = torch.isfinite(length) & (length > 0)
-    return torch.where(usable, x.double() / torch.where(usable, length, 1.0), 0.0)
+    return torch.where(usable, wide / torch.where(usable, length, 1.0), 0.0)
 
 
 def _check_norm(name: str, norm: Any) -> None:

@@ -164,7 +164,7 @@ def _below_lanes(evaluate: Evaluate, params: Params, level: int) -> tuple[Params
         total, done = evaluate(tree.unflatten(structure, [tree.above_lanes(x, level) for x in stacked]))
         total, _ = tree.below_lanes(total)
         with tree.outside_lanes():
-            found_grads = torch.autograd.grad(total.sum(), stacked, allow_unused=True, materialize_grads=True)
+            found_grads = _gradients(total.sum(), stacked)
     with tree.outside_lanes():
         # A linear layer's weight gradient comes out transposed, and everything that follows would pay for the strides.
         grads = [x.contiguous() for x in found_grads]
@@ -177,11 +177,15 @@ def _by_autograd(evaluate: Evaluate, params: Params) -> tuple[Params, _Evaluated
     with torch.enable_grad():
         inputs = [leaf.detach().requires_grad_() for leaf in leaves]
         total, done = evaluate(tree.unflatten(structure, inputs))
-        if total.requires_grad and inputs:
-            grads = torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True)
-        else:
-            grads = tuple(torch.zeros_like(leaf) for leaf in leaves)
+        grads = _gradients(total, inputs)
     return tree.unflatten(structure, grads), tree.map(torch.Tensor.detach, done)
+
+
+def _gradients(total: Tensor, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+    """Differentiate by autograd; zeros where the total does not depend on the inputs, as ``torch.func.grad``."""
+    if not total.requires_grad or not inputs:
+        return tuple(torch.zeros_like(leaf) for leaf in inputs)
+    return torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True)
 
 
 def _check_first_order(*inputs: Any) -> None:
@@ -223,7 +227,8 @@ def accumulate(grad_fn: GradFn, micro_batches: int | None = None, *, micro_batch
             one row a part.
         micro_batch_size: instead, how many rows a part has; the last may have fewer.
 
-    The carry goes from one micro-batch to the next. Metrics are averaged like the loss. Sums are float32 or wider.
+    The carry goes from one micro-batch to the next; 0-d leaves of the batch go to every one. Metrics are averaged like
+    the loss. Sums are float32 or wider.
 
     Raises ``ValueError`` unless exactly one of the two sizes is given, and is >= 1.
 
@@ -259,10 +264,15 @@ def _split(batch: Batch, parts: int | None, size: int | None) -> list[Batch]:
             f"accumulate: the leaves of the batch must share one leading axis, got lengths {sorted(lengths)}"
         )
     length = lengths.pop()
-    if size is None:
-        columns = [torch.tensor_split(leaf, max(1, min(parts or 1, length))) for leaf in leaves]
-    else:
-        columns = [torch.split(leaf, size) for leaf in leaves]
+    count = max(1, min(parts or 1, length)) if size is None else max(1, -(-length // size))
+    columns = [
+        (leaf,) * count  # a number, which every part needs
+        if not leaf.ndim
+        else torch.tensor_split(leaf, count)
+        if size is None
+        else torch.split(leaf, size)
+        for leaf in leaves
+    ]
     return [tree.unflatten(structure, row) for row in zip(*columns, strict=True)]
 
 
@@ -274,12 +284,15 @@ class _Sums(NamedTuple):
 
 
 def _weighted(one: Gradient) -> _Sums:
-    wide = tree.map(lambda leaf: leaf.to(_wide(leaf)), (one.grads, one.loss, one.metrics))
+    def widened(leaf: Tensor) -> Tensor:  # a count, too, has a mean that is no integer
+        return leaf.to(_wide(leaf) if leaf.is_floating_point() else torch.float32)
+
+    wide = tree.map(widened, (one.grads, one.loss, one.metrics))
     grads, loss, metrics = tree.scale(wide, one.weight)
     return _Sums(grads, loss, metrics, one.weight)
 
 
 def _divided(total: _Sums, params: Params, carry: Carry) -> Gradient:
     weight = torch.where(total.weight == 0, 1, total.weight)
-    grads, loss, metrics = tree.scale((total.grads, total.loss, total.metrics), 1 / weight)
+    grads, loss, metrics = tree.scale((total.grads, total.loss, total.metrics), 1 / weight.double())
     return Gradient(tree.map(lambda leaf, like: leaf.to(like.dtype), grads, params), loss, total.weight, carry, metrics)

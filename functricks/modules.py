@@ -1,10 +1,10 @@
 """``nn.Module`` as a pure function: parameters and buffers in, output and new buffers out, dropout from a key.
 
-``functional`` makes private copies of the module and never touches the user's again. In the copies, the modules that
-draw are replaced by pure ones: dropout draws
-from a key that is folded from the caller's key, the module's path and the number of the call. Whatever belongs to one
-call (parameters, buffers, keys, rates) reach the copy through :func:`torch.func.functional_call`, as parameters and
-buffers, and nothing stays behind in it: ``apply`` works under ``grad``, ``vmap`` and ``torch.compile``, and in a scan.
+``functional`` makes private copies of the module and never touches the user's again. Whatever belongs to one call
+reaches the copy through :func:`torch.func.functional_call`, as parameters and buffers: the parameters, fresh copies of
+the buffers (which BatchNorm and others may then write to), and for each dropout a key, folded from the caller's key,
+the module's path and the number of the call. Nothing stays behind, so ``apply`` works under ``grad``, ``vmap`` and
+``torch.compile``, and in a scan.
 
 Ties are kept by name: a parameter that several modules share is one entry of ``params``, under its first name, and is
 put into every place where it occurs.
@@ -132,13 +132,13 @@ class _Call:
         self.params: list[tuple[str, str]] = []
         self.read: list[tuple[str, str]] = []  # buffers of which we know that this mode only reads them
         self.written: list[tuple[str, str]] = []  # all others, which may be written to in place
+        self.buffer_slots: dict[str, str] = {}  # name -> the slot that its new value is read from
         self.rates: dict[str, float] = {}  # of the dropouts that are in training mode
         self.hashes: dict[str, int] = {}
         self.unkeyed: list[str] = []
         for path, child in module.named_modules():
             self._add(path, child, names)
         self.param_names = dict.fromkeys(name for _, name in self.params)
-        self.buffer_slots = {name: slot for slot, name in reversed(self.read + self.written)}
 
     def _add(self, path: str, module: nn.Module, names: Mapping[int, str]) -> None:
         self.params += [(_join(path, a), names[id(p)]) for a, p in module._parameters.items() if p is not None]
@@ -147,6 +147,8 @@ class _Call:
             self.unkeyed.append(path)
         _purify(module, path)
         (self.read if isinstance(module, _PureBatchNorm) and not module.training else self.written).extend(buffers)
+        for slot, name in buffers:
+            self.buffer_slots.setdefault(name, slot)
         if isinstance(module, _KeyedDropout) and module.training:
             self.rates[path] = module.p
             self.hashes[path] = zlib.crc32(path.encode())  # not hash(), which differs from process to process
@@ -165,9 +167,7 @@ class _Call:
         values.update({slot: buffers[name] for slot, name in self.read})
         if self.written:
             zero = _zero_with_lanes([params, buffers, args, kwargs, key, dropout])
-            fresh = {
-                name: _renew(buffers[name], zero) for _, name in self.written
-            }  # one a name: shared ones stay shared
+            fresh = {name: _renew(buffers[name], zero) for _, name in self.written}  # one a name: ties stay ties
             values.update({slot: fresh[name] for slot, name in self.written})
         if self.rates:
             values.update(self._draws(key, dropout))
@@ -194,9 +194,8 @@ class _Call:
         drawing = [path for path, rate in rates.items() if isinstance(rate, Tensor) or rate != 0]
         if key is not None and drawing:
             hashes = torch.tensor([self.hashes[path] for path in drawing], device=key.device)
-            keys = (
-                random.fold_in(key, hashes).clone().unbind()
-            )  # written to in place, so of the present functorch level
+            # Cloned, so that it belongs to the present functorch level: the modules advance their keys in place.
+            keys = random.fold_in(key, hashes).clone().unbind()
             values.update({_join(path, "keyed_key"): k for path, k in zip(drawing, keys, strict=True)})
         return values
 

@@ -35,6 +35,7 @@ from functricks.types import Number
 __all__ = [
     "Where",
     "above_lanes",
+    "adam",
     "add",
     "add_scaled",
     "all_finite",
@@ -429,7 +430,7 @@ def _fast(many: Many, columns: list[list[Any]], coefficients: Sequence[Number]) 
     if not is_transformed():
         if _any_differentiable((*columns, coefficients)):
             return None
-        return many(*columns, *[_spread(value, columns[0]) for value in coefficients])
+        return many(*columns, *[_spread(_look(value), columns[0]) for value in coefficients])
     level = lanes()
     return None if level is None else _fast_lanes(many, columns, coefficients, level)
 
@@ -552,9 +553,11 @@ def ema(average: Tree, new: Tree, decay: Number) -> Tree:
     """Return ``decay * average + (1 - decay) * new``, by PyTorch's ``lerp``."""
 
     def many(average: list[Tensor], new: list[Tensor], weight: Any) -> Sequence[Tensor]:
+        average = [leaf.to(compute_dtype(leaf.dtype)) for leaf in average]  # lerp takes no float32 weight for half
         return torch._foreach_lerp(average, _as(new, average), weight)
 
     def one(average: Tensor, new: Tensor, weight: Number) -> Tensor:
+        average = average.to(compute_dtype(average.dtype))
         return torch.lerp(average, new.to(average.dtype), weight)
 
     return _pointwise(one, many, (average, new), (1 - decay,))
@@ -585,6 +588,64 @@ def _as(column: list[Tensor], like: list[Tensor]) -> list[Tensor]:
     return [leaf.to(other.dtype) for leaf, other in zip(column, like, strict=True)]
 
 
+def adam(
+    mu: Tree, nu: Tree, grads: Tree, betas: tuple[Number, Number], eps: Number, step: Tensor
+) -> tuple[Tree, Tree, Tree]:
+    r"""Return Adam's direction and its two moments, see :func:`functricks.scale_by_adam`.
+
+    On plain tensors by PyTorch's fused kernel: it writes into copies, with a learning rate of -1 and zeros as the
+    parameters, which leaves the direction there.
+    """
+    columns, structure = _columns((grads, mu, nu))
+    numbers = [_look(value) for value in (*betas, eps)]
+    if not _fusable(columns, numbers, step):
+        return _adam_by_parts(mu, nu, grads, betas, eps, step)
+    out, new_mu, new_nu = ([torch.zeros_like(leaf) for leaf in columns[0]], *(_copies(c) for c in columns[1:]))
+    (beta1, beta2, epsilon), steps = numbers, [step.to(torch.float32)] * len(out)
+    torch._fused_adamw_(
+        out, columns[0], new_mu, new_nu, [], steps,
+        lr=-1.0, beta1=beta1, beta2=beta2, weight_decay=0.0, eps=epsilon, amsgrad=False, maximize=False,
+    )  # fmt: skip
+    return unflatten(structure, out), unflatten(structure, new_mu), unflatten(structure, new_nu)
+
+
+def _adam_by_parts(
+    mu: Tree, nu: Tree, grads: Tree, betas: tuple[Number, Number], eps: Number, step: Tensor
+) -> tuple[Tree, Tree, Tree]:
+    mu, nu = ema(mu, grads, betas[0]), ema_of_squares(nu, grads, betas[1])
+    kept = [torch.pow(_wide(beta), step.double()) for beta in betas]  # float64: in float32, 1 - 0.999**t is off by 1e-5
+    return root_ratio(mu, nu, 1 - kept[0], torch.sqrt(1 - kept[1]), eps), mu, nu
+
+
+def _wide(value: Number) -> Number:
+    return value.double() if isinstance(value, Tensor) else value
+
+
+def _fusable(columns: list[list[Any]], numbers: list[Number], step: Tensor) -> bool:
+    """May the fused kernel do it: plain, dense CPU leaves of one dtype, and hyper-parameters known as numbers?"""
+    if torch.compiler.is_compiling() or is_transformed() or _any_differentiable(columns) or not columns[0]:
+        return False
+    if any(isinstance(value, Tensor) for value in numbers) or step.device.type != "cpu":
+        return False
+    dtype = columns[0][0].dtype
+    return dtype in (torch.float32, torch.float64) and all(
+        leaf.dtype == dtype and leaf.device.type == "cpu" and leaf.is_contiguous()
+        for column in columns
+        for leaf in column
+    )
+
+
+def _copies(column: list[Tensor]) -> list[Tensor]:
+    return [leaf.clone() for leaf in column]
+
+
+def _look(value: Number) -> Number:
+    """Return a plain 0-d CPU tensor as a Python number: a look is free there, and so is an operation with a number."""
+    if not isinstance(value, Tensor) or value.device.type != "cpu" or is_transformed() or torch.compiler.is_compiling():
+        return value
+    return value if value.requires_grad and torch.is_grad_enabled() else value.tolist()
+
+
 def root_ratio(a: Tree, b: Tree, correction: Number, root_correction: Number, eps: Number) -> Tree:
     r"""Return :math:`\frac{a / c}{\sqrt{b} / r + \epsilon}`, the direction of the Adam family."""
 
@@ -604,13 +665,27 @@ def root_ratio(a: Tree, b: Tree, correction: Number, root_correction: Number, ep
 def where(condition: Tensor, a: Tree, b: Tree) -> Tree:
     """Return ``a`` where the 0-d bool ``condition`` holds, else ``b``, leaf by leaf."""
 
+    if _holds_everywhere(condition):
+        return a
+
     def many(a: list[Tensor], b: list[Tensor], condition: list[Tensor]) -> Sequence[Tensor]:
-        # On the CPU a look is free, and nearly always nothing has to be chosen: copies cost as much as a forward pass.
-        if condition[0].device.type == "cpu" and bool(condition[0].all()):
-            return a
         return [torch.where(*row) for row in zip(condition, a, b, strict=True)]
 
     return _pointwise(lambda a, b, condition: torch.where(condition, a, b), many, (a, b), (condition,))
+
+
+def _holds_everywhere(condition: Tensor) -> bool:
+    """Look, where that is free: in eager on the CPU. Nearly always there is nothing to choose, and copies cost."""
+    if torch.compiler.is_compiling() or (is_transformed() and lanes() is None):
+        return False
+    stacked, _ = below_lanes(condition)
+    with outside_lanes():
+        return _may_look(stacked) and bool(stacked.all())
+
+
+def _may_look(value: Tensor) -> bool:
+    """Is reading a value free, and does it have one? Not on a GPU, and not where fake tensors stand in."""
+    return value.device.type == "cpu" and torch._C._len_torch_dispatch_stack() == 0
 
 
 def sqrt(x: Tensor) -> Tensor:
@@ -657,21 +732,25 @@ def norm_parts(tree: Tree, order: float = 2.0) -> tuple[Tensor, Tensor]:
     columns = [leaf for leaf in leaves(tree) if leaf.numel() and leaf.is_floating_point()]
     device = columns[0].device if columns else None
     one = torch.ones((), dtype=torch.float64, device=device)
-    if not columns:
-        return one, torch.zeros_like(one)
     if order == math.inf:
-        return one, _peak(columns)
-    exact = order == 2.0 and all(leaf.dtype != torch.float64 for leaf in columns)
-    peak = one if exact else _peak([leaf.detach() for leaf in columns])
-    peak = torch.where(peak == 0, 1.0, peak)
-    total = torch.zeros_like(one)
-    for leaf in columns:
-        total = total + _sum_of_powers(leaf if exact else leaf.double() / peak, order)
-    return peak, sqrt(total) if order == 2.0 else _root(total, order)
+        return one, _peak(columns) if columns else torch.zeros_like(one)
+    peak = one
+    if order != 2.0 or any(leaf.dtype == torch.float64 for leaf in columns):
+        peak = _peak([leaf.detach() for leaf in columns]) if columns else one
+        peak = torch.where(peak == 0, 1.0, peak)
+        columns = [leaf.double() / peak for leaf in columns]
+    if order == 2.0:
+        return peak, sqrt(_sum_of_squares(columns))
+    return peak, _root(sum((_sum_of_powers(leaf, order) for leaf in columns), torch.zeros_like(one)), order)
 
 
 def _peak(columns: list[Tensor]) -> Tensor:
     return torch.stack([leaf.abs().amax().double() for leaf in columns]).amax()
+
+
+def _sum_of_powers(leaf: Tensor, order: float) -> Tensor:
+    size = leaf.abs()
+    return size.sum() if order == 1.0 else (size**order).sum()
 
 
 def _root(total: Tensor, order: float) -> Tensor:
@@ -680,29 +759,32 @@ def _root(total: Tensor, order: float) -> Tensor:
     return torch.where(zero, 0.0, torch.where(zero, 1.0, total) ** (1.0 / order))
 
 
-def _sum_of_powers(leaf: Tensor, order: float) -> Tensor:
-    if order == 2.0:
-        return _sum_of_squares(leaf)
-    size = leaf.abs()
-    return size.sum() if order == 1.0 else (size**order).sum()
-
-
-def _sum_of_squares(leaf: Tensor) -> Tensor:
+def _sum_of_squares(columns: list[Tensor]) -> Tensor:
     level = lanes()
-    stacked, laned = below_lanes(leaf) if level is not None else (leaf, False)
+    found = [below_lanes(leaf) if level is not None else (leaf, False) for leaf in columns]
     traced = torch.compiler.is_compiling() or (level is None and is_transformed())
-    if traced or _any_differentiable([[stacked]]):
-        return leaf.double().square().sum()
+    if not columns or traced or _any_differentiable([[x for x, _ in found]]):
+        return sum((leaf.double().square().sum() for leaf in columns), torch.zeros((), dtype=torch.float64))
     with outside_lanes():
-        total = _squares_of_rows(stacked.reshape(stacked.shape[0] if laned else 1, -1))
+        total = _squares_of_rows([x.reshape(x.shape[0] if laned else 1, -1) for x, laned in found])
+    laned = any(laned for _, laned in found)
     return above_lanes(total, level) if laned and level is not None else total.squeeze(0)
 
 
-def _squares_of_rows(rows: Tensor) -> Tensor:
-    """Return the sum of squares of every row in float64: by float32, ten times as fast, where that is exact enough."""
-    if rows.dtype != torch.float32 or rows.device.type != "cpu" or rows.shape[1] > 2**16:
-        return rows.double().square().sum(1)
-    narrow = torch.linalg.vector_norm(rows, dim=1)
-    safe = (narrow > 1e-15) & (narrow < 1e18)  # no square overflowed, and what underflowed does not count
-    squares = narrow.double().square()
-    return squares if bool(safe.all()) else torch.where(safe, squares, rows.double().square().sum(1))
+def _squares_of_rows(leaves: list[Tensor]) -> Tensor:
+    """Return the sum of squares of every row, over all leaves, in float64: by float32 where that is exact enough."""
+
+    lane_count = max(rows.shape[0] for rows in leaves)
+
+    def stacked(columns: list[Tensor]) -> Tensor:
+        return torch.stack([column.expand(lane_count) for column in columns])
+
+    def exactly() -> Tensor:
+        return stacked([rows.double().square().sum(1) for rows in leaves])
+
+    if any(rows.dtype != torch.float32 or not _may_look(rows) or rows.shape[1] > 2**16 for rows in leaves):
+        return exactly().sum(0)
+    norms = stacked([torch.linalg.vector_norm(rows, dim=1) for rows in leaves])  # ten times as fast as in float64
+    safe = (norms > 1e-15) & (norms < 1e18)  # no square overflowed, and what underflowed does not count
+    squares = norms.double().square()
+    return (squares if bool(safe.all()) else torch.where(safe, squares, exactly())).sum(0)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from functricks import tree
-from functricks.types import Empty, Grads, Number, Params, Transform, Updates
+from functricks.types import Empty, Grads, Number, Params, Schedule, Transform, Updates
 
 __all__: list[str] = []  # nothing here is public
 
@@ -46,9 +46,14 @@ def check_integer(name: str, value: Any, minimum: int) -> None:
         raise ValueError(f"{name} must be an integer >= {minimum}, got {value!r}")
 
 
+def is_schedule(value: Any) -> TypeGuard[Schedule]:
+    """Is this a schedule? torch.compile finds tensors callable too."""
+    return callable(value) and not isinstance(value, Tensor)
+
+
 def check_rate(name: str, value: Any) -> None:
     """Validate a learning rate: a number, a 0-d tensor or a schedule."""
-    if not callable(value):
+    if not is_schedule(value):
         check_number(name, value, minimum=0.0)
 
 
@@ -77,8 +82,7 @@ def power(beta: Number, step: Tensor) -> Tensor:
 
 def rate_at(lr: Any, step: Tensor) -> Number:
     """Return a learning rate as a number or a float64 tensor; a schedule is asked for the step."""
-    value: Number = lr(step) if callable(lr) else double(lr)
-    return value
+    return lr(step) if is_schedule(lr) else double(lr)
 
 
 # --- state -----------------------------------------------------------------------------------------------------------

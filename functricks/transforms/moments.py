@@ -52,7 +52,7 @@ def trace(momentum: Number, dampening: Number = 0.0, nesterov: bool = False) -> 
     def update(grads: Grads, state: TraceState, params: Params) -> tuple[Updates, TraceState]:
         grads = matched("trace", grads, state.trace)
         if isinstance(dampening, Tensor) or dampening:
-            fresh = torch.where(state.step == 0, 1.0, 1.0 - double(dampening))
+            fresh = 1.0 - (state.step > 0).double() * double(dampening)
             damped = tree.scale(grads, fresh)
         else:
             damped = grads
@@ -101,11 +101,14 @@ def scale_by_adam(betas: tuple[Number, Number] = (0.9, 0.999), eps: Number = 1e-
     def update(grads: Grads, state: ScaleByAdamState, params: Params) -> tuple[Updates, ScaleByAdamState]:
         grads = matched("scale_by_adam", grads, state.mu)
         step = state.step + 1
+        if not amsgrad:
+            updates, mu, nu = tree.adam(state.mu, state.nu, grads, betas, eps, step)
+            return updates, ScaleByAdamState(step, mu, nu, ())
         mu = tree.ema(state.mu, grads, beta1)
         nu = tree.ema_of_squares(state.nu, grads, beta2)
-        nu_max = tree.maximum(state.nu_max, nu) if amsgrad else ()
+        nu_max = tree.maximum(state.nu_max, nu)
         correction, root_correction = 1 - power(beta1, step), torch.sqrt(1 - power(beta2, step))
-        updates = tree.root_ratio(mu, nu_max if amsgrad else nu, correction, root_correction, eps)
+        updates = tree.root_ratio(mu, nu_max, correction, root_correction, eps)
         return updates, ScaleByAdamState(step, mu, nu, nu_max)
 
     return Transform(init, update)

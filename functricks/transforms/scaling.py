@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from functricks import random, tree
-from functricks.transforms.base import check_number, check_rate, counter, stateless
+from functricks.transforms.base import check_number, check_rate, counter, is_schedule, stateless
 from functricks.transforms.groups import scale_by_path
 from functricks.types import Grads, Number, Params, Schedule, State, Transform, Updates
 
@@ -75,7 +75,7 @@ def scale_by_learning_rate(lr: Number | Schedule, learning_rates: dict[str, Numb
     {'body.w': tensor(-0.1000), 'head.w': tensor(-1.)}
     """
     check_rate("lr", lr)
-    if callable(lr):
+    if is_schedule(lr):
         schedule = lr
         base = scale_by_schedule(lambda step: -schedule(step))
     else:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from functricks import tree
-from functricks.transforms.base import check_integer, check_number, counter, matched, statistic
+from functricks.transforms.base import check_integer, check_number, counter, is_schedule, matched, statistic
 from functricks.transforms.composing import apply_updates
 from functricks.types import Gradient, Grads, Number, Params, State, Transform, Updates
 
@@ -194,7 +194,7 @@ def inject_hyperparams(maker: Callable[..., Transform], static: Collection[str] 
 
     def make(*args: Any, **kwargs: Any) -> Transform:
         given = signature.bind(*args, **kwargs).arguments
-        maker(**{name: 0.5 if callable(v) and name not in fixed else v for name, v in given.items()})  # check now
+        maker(**{name: 0.5 if is_schedule(v) and name not in fixed else v for name, v in given.items()})  # check now
         live = {name: value for name, value in given.items() if name not in fixed and _is_live(value)}
         rest = {name: value for name, value in given.items() if name not in live}
         return _injected(lambda values: maker(**rest, **values), live)
@@ -205,7 +205,7 @@ def inject_hyperparams(maker: Callable[..., Transform], static: Collection[str] 
 def _is_live(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return bool(value) and all(_is_live(one) for one in value)
-    return isinstance(value, (float, Tensor)) or callable(value)
+    return isinstance(value, (float, Tensor)) or is_schedule(value)
 
 
 def _injected(rebuild: Callable[[dict[str, Any]], Transform], live: dict[str, Any]) -> Transform:
@@ -231,7 +231,7 @@ def _value(given: Any, step: Tensor, old: Any) -> Any:
     if isinstance(given, (tuple, list)):
         olds = [None] * len(given) if old is None else old
         return tuple(_value(one, step, own) for one, own in zip(given, olds, strict=True))
-    if callable(given):
+    if is_schedule(given):
         return torch.as_tensor(given(step), dtype=torch.float64)
     return torch.as_tensor(given if old is None else old, dtype=torch.float64)
 
