@@ -641,9 +641,12 @@ def _copies(column: list[Tensor]) -> list[Tensor]:
 
 def _look(value: Number) -> Number:
     """Return a plain 0-d CPU tensor as a Python number: a look is free there, and so is an operation with a number."""
-    if not isinstance(value, Tensor) or value.device.type != "cpu" or is_transformed() or torch.compiler.is_compiling():
+    if not isinstance(value, Tensor) or value.device.type != "cpu" or not value.is_floating_point():
         return value
-    return value if value.requires_grad and torch.is_grad_enabled() else value.tolist()
+    if is_transformed() or torch.compiler.is_compiling() or _any_differentiable([[value]]):
+        return value
+    number: float = value.tolist()
+    return number
 
 
 def root_ratio(a: Tree, b: Tree, correction: Number, root_correction: Number, eps: Number) -> Tree:
