@@ -43,6 +43,7 @@ __all__ = [
     "cast",
     "check_like",
     "clamp",
+    "combine",
     "compute_dtype",
     "ema",
     "ema_of_squares",
@@ -483,7 +484,11 @@ def cast(tree: Tree, dtype: torch.dtype) -> Tree:
 
 def wide(tree: Tree) -> Tree:
     """Return the tree with half-precision leaves in float32."""
-    return map(lambda leaf: leaf.to(compute_dtype(leaf.dtype)), tree)
+    return map(_wide_leaf, tree)
+
+
+def _wide_leaf(leaf: Tensor) -> Tensor:
+    return leaf.float() if leaf.dtype in (torch.float16, torch.bfloat16) else leaf
 
 
 def pointwise(function: One, *trees: Tree, coefficients: Sequence[Number] = ()) -> Tree:
@@ -532,6 +537,20 @@ def add_scaled(a: Tree, b: Tree, c: Number) -> Tree:
         return torch._foreach_add(a, b, alpha=c)
 
     return _pointwise(lambda a, b, c: a + b * c, many, (a, b), (c,))
+
+
+def combine(c: Number, a: Tree, d: Number, b: Tree) -> Tree:
+    """Return ``c * a + d * b``."""
+
+    def many(a: list[Tensor], b: list[Tensor], c: Any, d: Any) -> Sequence[Tensor]:
+        out, b = torch._foreach_mul(a, c), _as(b, a)
+        if isinstance(d, list):
+            torch._foreach_add_(out, torch._foreach_mul(b, d))
+        else:
+            torch._foreach_add_(out, b, alpha=d)
+        return out
+
+    return _pointwise(lambda a, b, c, d: a * c + b * d, many, (a, b), (c, d))
 
 
 def clamp(a: Tree, low: Number, high: Number) -> Tree:
@@ -585,7 +604,8 @@ def ema_of_squares(average: Tree, new: Tree, decay: Number) -> Tree:
 
 
 def _as(column: list[Tensor], like: list[Tensor]) -> list[Tensor]:
-    return [leaf.to(other.dtype) for leaf, other in zip(column, like, strict=True)]
+    pairs = zip(column, like, strict=True)
+    return [leaf if leaf.dtype == other.dtype else leaf.to(other.dtype) for leaf, other in pairs]
 
 
 def adam(
@@ -597,11 +617,12 @@ def adam(
     parameters, which leaves the direction there.
     """
     columns, structure = _columns((grads, mu, nu))
-    numbers = [_look(value) for value in (*betas, eps)]
-    if not _fusable(columns, numbers, step):
+    numbers = [value for value in (_look(one) for one in (*betas, eps)) if not isinstance(value, Tensor)]
+    if len(numbers) < 3 or not _fusable(columns, step):
         return _adam_by_parts(mu, nu, grads, betas, eps, step)
-    out, new_mu, new_nu = ([torch.zeros_like(leaf) for leaf in columns[0]], *(_copies(c) for c in columns[1:]))
-    (beta1, beta2, epsilon), steps = numbers, [step.to(torch.float32)] * len(out)
+    out = [torch.zeros_like(leaf) for leaf in columns[0]]
+    new_mu, new_nu = ([leaf.clone() for leaf in column] for column in columns[1:])
+    (beta1, beta2, epsilon), steps = numbers, [step.float()] * len(out)
     torch._fused_adamw_(
         out, columns[0], new_mu, new_nu, [], steps,
         lr=-1.0, beta1=beta1, beta2=beta2, weight_decay=0.0, eps=epsilon, amsgrad=False, maximize=False,
@@ -621,22 +642,14 @@ def _wide(value: Number) -> Number:
     return value.double() if isinstance(value, Tensor) else value
 
 
-def _fusable(columns: list[list[Any]], numbers: list[Number], step: Tensor) -> bool:
-    """May the fused kernel do it: plain, dense CPU leaves of one dtype, and hyper-parameters known as numbers?"""
-    if torch.compiler.is_compiling() or is_transformed() or _any_differentiable(columns) or not columns[0]:
-        return False
-    if any(isinstance(value, Tensor) for value in numbers) or step.device.type != "cpu":
+def _fusable(columns: list[list[Any]], step: Tensor) -> bool:
+    """May the fused kernel do it: plain, dense CPU leaves of one dtype?"""
+    if torch.compiler.is_compiling() or is_transformed() or not columns[0] or not step.is_cpu:
         return False
     dtype = columns[0][0].dtype
-    return dtype in (torch.float32, torch.float64) and all(
-        leaf.dtype == dtype and leaf.device.type == "cpu" and leaf.is_contiguous()
-        for column in columns
-        for leaf in column
-    )
-
-
-def _copies(column: list[Tensor]) -> list[Tensor]:
-    return [leaf.clone() for leaf in column]
+    if dtype not in (torch.float32, torch.float64) or _any_differentiable(columns):
+        return False
+    return all(leaf.dtype == dtype and leaf.is_cpu and leaf.is_contiguous() for column in columns for leaf in column)
 
 
 def _look(value: Number) -> Number:
@@ -645,8 +658,8 @@ def _look(value: Number) -> Number:
         return value
     if is_transformed() or torch.compiler.is_compiling() or _any_differentiable([[value]]):
         return value
-    number: float = value.tolist()
-    return number
+    looked: Any = value.tolist()
+    return float(looked)
 
 
 def root_ratio(a: Tree, b: Tree, correction: Number, root_correction: Number, eps: Number) -> Tree:

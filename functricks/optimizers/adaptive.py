@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from functricks import tree
-from functricks.optimizers.base import ascend, decay, decoupled
+from functricks.optimizers.base import ascend, decay, descend
 from functricks.transforms import chain, scale_by_adam, scale_by_learning_rate
 from functricks.transforms.base import check_betas, check_number, counter, double, matched, power, statistic
 from functricks.types import Grads, Number, Params, Schedule, Transform, Updates
@@ -48,13 +48,12 @@ def adam(
     >>> optimizer.update({"w": torch.tensor(3.0)}, optimizer.init({"w": torch.tensor(0.0)}), {})[0]
     {'w': tensor(-0.1000)}
     """
-    before, after = decoupled(weight_decay, decay_where, decoupled_weight_decay)
+    coupled, apart = (0.0, weight_decay) if decoupled_weight_decay else (weight_decay, 0.0)
     return chain(
         *ascend(maximize),
-        *before,
+        *decay(coupled, decay_where),
         scale_by_adam(betas, eps, amsgrad),
-        *after,
-        scale_by_learning_rate(lr, learning_rates),
+        descend(lr, apart, decay_where, learning_rates),
     )
 
 
@@ -92,8 +91,7 @@ def adamw(
     return chain(
         *ascend(maximize),
         scale_by_adam(betas, eps, amsgrad),
-        *decay(weight_decay, decay_where),
-        scale_by_learning_rate(lr, learning_rates),
+        descend(lr, weight_decay, decay_where, learning_rates),
     )
 
 
@@ -169,13 +167,12 @@ def nadam(
     >>> optimizer.update({"w": torch.tensor(3.0)}, optimizer.init({"w": torch.tensor(0.0)}), {})[0]
     {'w': tensor(-0.1056)}
     """
-    before, after = decoupled(weight_decay, decay_where, decoupled_weight_decay)
+    coupled, apart = (0.0, weight_decay) if decoupled_weight_decay else (weight_decay, 0.0)
     return chain(
         *ascend(maximize),
-        *before,
+        *decay(coupled, decay_where),
         scale_by_nadam(betas, eps, momentum_decay),
-        *after,
-        scale_by_learning_rate(lr, learning_rates),
+        descend(lr, apart, decay_where, learning_rates),
     )
 
 
@@ -248,13 +245,12 @@ def radam(
     >>> optimizer.update({"w": torch.tensor(3.0)}, optimizer.init({"w": torch.tensor(0.0)}), {})[0]
     {'w': tensor(-0.3000)}
     """
-    before, after = decoupled(weight_decay, decay_where, decoupled_weight_decay)
+    coupled, apart = (0.0, weight_decay) if decoupled_weight_decay else (weight_decay, 0.0)
     return chain(
         *ascend(maximize),
-        *before,
+        *decay(coupled, decay_where),
         scale_by_radam(betas, eps),
-        *after,
-        scale_by_learning_rate(lr, learning_rates),
+        descend(lr, apart, decay_where, learning_rates),
     )
 
 

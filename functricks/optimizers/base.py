@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from functricks import tree
-from functricks.transforms import add_decayed_weights, scale
-from functricks.transforms.base import is_zero
-from functricks.types import Number, Transform
+from functricks.transforms import add_decayed_weights, chain, scale, scale_by_learning_rate
+from functricks.transforms.base import check_number, check_rate, double, is_schedule, is_zero
+from functricks.transforms.scaling import ScaleByScheduleState, scale_by_schedule
+from functricks.types import Empty, Grads, Number, Params, Schedule, State, Transform, Updates
 
 __all__: list[str] = []  # nothing here is public
 
@@ -20,7 +21,25 @@ def decay(weight_decay: Number, where: tree.Where | None) -> list[Transform]:
     return [] if is_zero(weight_decay) else [add_decayed_weights(weight_decay, where)]
 
 
-def decoupled(weight_decay: Number, where: tree.Where | None, apart: bool) -> tuple[list[Transform], list[Transform]]:
-    """Return the decay as links before the scaling (L2 regularisation) and after it (decoupled)."""
-    links = decay(weight_decay, where)
-    return ([], links) if apart else (links, [])
+def descend(
+    lr: Number | Schedule,
+    weight_decay: Number,
+    decay_where: tree.Where | None,
+    learning_rates: dict[str, Number] | None,
+) -> Transform:
+    """Return the last link of an optimizer with decoupled weight decay: ``u -> -lr * (u + weight_decay * params)``.
+
+    It is ``add_decayed_weights`` and ``scale_by_learning_rate``, where all leaves are treated alike in one pass.
+    """
+    if is_zero(weight_decay) or decay_where is not None or learning_rates:
+        return chain(*decay(weight_decay, decay_where), scale_by_learning_rate(lr, learning_rates))
+    check_rate("lr", lr)
+    check_number("weight_decay", weight_decay, minimum=0.0)
+    counted = scale_by_schedule(lr) if is_schedule(lr) else scale(1.0)
+
+    def update(grads: Grads, state: State, params: Params) -> tuple[Updates, State]:
+        rate = lr(state.step) if is_schedule(lr) else double(lr)
+        updates = tree.combine(-rate, tree.wide(grads), -rate * double(weight_decay), params)
+        return updates, ScaleByScheduleState(state.step + 1) if is_schedule(lr) else Empty()
+
+    return Transform(counted.init, update)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from functricks import tree
-from functricks.optimizers.base import ascend, decay
+from functricks.optimizers.base import ascend, decay, descend
 from functricks.transforms import chain, scale, scale_by_adam, scale_by_learning_rate, scale_by_trust_ratio
 from functricks.transforms.base import (
     check_integer,
@@ -302,8 +302,7 @@ def muon(
     return chain(
         *ascend(maximize),
         scale_by_muon(momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn),
-        *decay(weight_decay, decay_where),
-        scale_by_learning_rate(lr, learning_rates),
+        descend(lr, weight_decay, decay_where, learning_rates),
     )
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from functricks import tree
-from functricks.optimizers.base import ascend, decay
-from functricks.transforms import chain, scale, scale_by_learning_rate
+from functricks.optimizers.base import ascend, descend
+from functricks.transforms import chain, scale
 from functricks.transforms.base import check_betas, check_number, matched, statistic
 from functricks.types import Grads, Number, Params, Schedule, Transform, Updates
 
@@ -131,6 +131,5 @@ def lion(
     return chain(
         *ascend(maximize),
         scale_by_lion(betas),
-        *decay(weight_decay, decay_where),
-        scale_by_learning_rate(lr, learning_rates),
+        descend(lr, weight_decay, decay_where, learning_rates),
     )

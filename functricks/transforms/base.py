@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from functricks import tree
 from functricks.types import Empty, Grads, Number, Params, Schedule, Transform, Updates
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 __all__: list[str] = []  # nothing here is public
 
@@ -46,7 +49,7 @@ def check_integer(name: str, value: Any, minimum: int) -> None:
         raise ValueError(f"{name} must be an integer >= {minimum}, got {value!r}")
 
 
-def is_schedule(value: Any) -> TypeGuard[Schedule]:
+def is_schedule(value: Any) -> TypeIs[Schedule]:
     """Is this a schedule? torch.compile finds tensors callable too."""
     return callable(value) and not isinstance(value, Tensor)
 
@@ -101,7 +104,7 @@ def statistic(params: Params) -> Grads:
 def matched(name: str, grads: Grads, like: Grads) -> Grads:
     """Return the gradients in the dtypes of a statistic; raise, with paths and shapes, if it is not of these leaves."""
     tree.check_like(f"{name}: the state and the gradients", like, grads)
-    return tree.map(lambda leaf, other: leaf.to(other.dtype), grads, like)
+    return tree.map(lambda leaf, other: leaf if leaf.dtype == other.dtype else leaf.to(other.dtype), grads, like)
 
 
 def stateless(update: Callable[[Grads, Params], Updates]) -> Transform:
