@@ -43,7 +43,6 @@ __all__ = [
     "cast",
     "check_like",
     "clamp",
-    "combine",
     "compute_dtype",
     "ema",
     "ema_of_squares",
@@ -67,6 +66,7 @@ __all__ = [
     "pointwise",
     "root_ratio",
     "scale",
+    "scaled_sum",
     "select",
     "sqrt",
     "structure_error",
@@ -539,18 +539,19 @@ def add_scaled(a: Tree, b: Tree, c: Number) -> Tree:
     return _pointwise(lambda a, b, c: a + b * c, many, (a, b), (c,))
 
 
-def combine(c: Number, a: Tree, d: Number, b: Tree) -> Tree:
-    """Return ``c * a + d * b``."""
+def scaled_sum(c: Number, a: Tree, k: Number, b: Tree) -> Tree:
+    """Return ``c * (a + k * b)``."""
 
-    def many(a: list[Tensor], b: list[Tensor], c: Any, d: Any) -> Sequence[Tensor]:
-        out, b = torch._foreach_mul(a, c), _as(b, a)
-        if isinstance(d, list):
-            torch._foreach_add_(out, torch._foreach_mul(b, d))
+    def many(a: list[Tensor], b: list[Tensor], c: Any, k: Any) -> Sequence[Tensor]:
+        b = _as(b, a)
+        if isinstance(k, list):
+            out = torch._foreach_addcmul(a, b, _as(k, a))
         else:
-            torch._foreach_add_(out, b, alpha=d)
+            out = torch._foreach_add(a, b, alpha=k)
+        torch._foreach_mul_(out, c)
         return out
 
-    return _pointwise(lambda a, b, c, d: a * c + b * d, many, (a, b), (c, d))
+    return _pointwise(lambda a, b, c, k: (a + b * k) * c, many, (a, b), (c, k))
 
 
 def clamp(a: Tree, low: Number, high: Number) -> Tree:
@@ -618,16 +619,52 @@ def adam(
     """
     columns, structure = _columns((grads, mu, nu))
     numbers = [value for value in (_look(one) for one in (*betas, eps)) if not isinstance(value, Tensor)]
-    if len(numbers) < 3 or not _fusable(columns, step):
+    found = _plain_or_stacked(columns, step) if len(numbers) == 3 and not torch.compiler.is_compiling() else None
+    if found is None:
         return _adam_by_parts(mu, nu, grads, betas, eps, step)
-    out = [torch.zeros_like(leaf) for leaf in columns[0]]
-    new_mu, new_nu = ([leaf.clone() for leaf in column] for column in columns[1:])
-    (beta1, beta2, epsilon), steps = numbers, [step.float()] * len(out)
+    below, count = found
+    with outside_lanes():
+        results = _fused_adam(below, count, *numbers)
+    level = lanes()
+    if level is not None:
+        results = [[above_lanes(leaf, level) for leaf in column] for column in results]
+    direction, new_mu, new_nu = (unflatten(structure, column) for column in results)
+    return direction, new_mu, new_nu
+
+
+def _fused_adam(
+    columns: list[list[Tensor]], step: Tensor, beta1: float, beta2: float, eps: float
+) -> list[list[Tensor]]:
+    grads, *moments = columns
+    out = [torch.zeros_like(leaf) for leaf in grads]
+    mu, nu = ([leaf.clone() for leaf in column] for column in moments)
     torch._fused_adamw_(
-        out, columns[0], new_mu, new_nu, [], steps,
-        lr=-1.0, beta1=beta1, beta2=beta2, weight_decay=0.0, eps=epsilon, amsgrad=False, maximize=False,
+        out, grads, mu, nu, [], [step] * len(out),
+        lr=-1.0, beta1=beta1, beta2=beta2, weight_decay=0.0, eps=eps, amsgrad=False, maximize=False,
     )  # fmt: skip
-    return unflatten(structure, out), unflatten(structure, new_mu), unflatten(structure, new_nu)
+    return [out, mu, nu]
+
+
+def _plain_or_stacked(columns: list[list[Any]], step: Tensor) -> tuple[list[list[Tensor]], Tensor] | None:
+    """Return what the fused kernel takes: dense CPU leaves of one dtype, or lanes of such at the same step; or None."""
+    if is_transformed():
+        if lanes() is None:
+            return None
+        pairs = [[below_lanes(leaf) for leaf in column] for column in columns]
+        if not all(laned for column in pairs for _, laned in column):
+            return None
+        columns = [[leaf for leaf, _ in column] for column in pairs]
+        step, _ = below_lanes(step)
+    if not columns[0] or not step.is_cpu or _any_differentiable(columns):
+        return None
+    dtype = columns[0][0].dtype
+    fits = all(leaf.dtype == dtype and leaf.is_cpu and leaf.is_contiguous() for column in columns for leaf in column)
+    if not fits or dtype not in (torch.float32, torch.float64):
+        return None
+    with outside_lanes():
+        counts = step.reshape(-1).float()
+        same = bool((counts == counts[0]).all())  # on the CPU a look is free
+        return (columns, counts[0]) if same else None
 
 
 def _adam_by_parts(
@@ -640,16 +677,6 @@ def _adam_by_parts(
 
 def _wide(value: Number) -> Number:
     return value.double() if isinstance(value, Tensor) else value
-
-
-def _fusable(columns: list[list[Any]], step: Tensor) -> bool:
-    """May the fused kernel do it: plain, dense CPU leaves of one dtype?"""
-    if torch.compiler.is_compiling() or is_transformed() or not columns[0] or not step.is_cpu:
-        return False
-    dtype = columns[0][0].dtype
-    if dtype not in (torch.float32, torch.float64) or _any_differentiable(columns):
-        return False
-    return all(leaf.dtype == dtype and leaf.is_cpu and leaf.is_contiguous() for column in columns for leaf in column)
 
 
 def _look(value: Number) -> Number:

@@ -39,7 +39,7 @@ def descend(
 
     def update(grads: Grads, state: State, params: Params) -> tuple[Updates, State]:
         rate = lr(state.step) if is_schedule(lr) else double(lr)
-        updates = tree.combine(-rate, tree.wide(grads), -rate * double(weight_decay), params)
+        updates = tree.scaled_sum(-rate, tree.wide(grads), weight_decay, params)
         return updates, ScaleByScheduleState(state.step + 1) if is_schedule(lr) else Empty()
 
     return Transform(counted.init, update)
