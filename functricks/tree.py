@@ -544,10 +544,7 @@ def scaled_sum(c: Number, a: Tree, k: Number, b: Tree) -> Tree:
 
     def many(a: list[Tensor], b: list[Tensor], c: Any, k: Any) -> Sequence[Tensor]:
         b = _as(b, a)
-        if isinstance(k, list):
-            out = torch._foreach_addcmul(a, b, _as(k, a))
-        else:
-            out = torch._foreach_add(a, b, alpha=k)
+        out = torch._foreach_addcmul(a, b, _as(k, a)) if isinstance(k, list) else torch._foreach_add(a, b, alpha=k)
         torch._foreach_mul_(out, c)
         return out
 
