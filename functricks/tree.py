@@ -640,26 +640,38 @@ def adam(
 def _fused_adam(
     columns: list[list[Tensor]], step: Tensor, beta1: float, beta2: float, eps: float
 ) -> list[list[Tensor]]:
+    """Step every leaf; where ``step`` has an axis, every lane of every leaf by itself, as if it were alone."""
     grads, *moments = columns
     out = [torch.zeros_like(leaf) for leaf in grads]
     mu, nu = ([leaf.clone() for leaf in column] for column in moments)
+    lists, steps = [out, grads, mu, nu], [step] * len(out)
+    if step.ndim:
+        lists = [[lane for leaf in column for lane in leaf.unbind()] for column in lists]
+        steps = [*step.unbind()] * len(out)
     torch._fused_adamw_(
-        out, grads, mu, nu, [], [step] * len(out),
+        *lists, [], steps,
         lr=-1.0, beta1=beta1, beta2=beta2, weight_decay=0.0, eps=eps, amsgrad=False, maximize=False,
     )  # fmt: skip
     return [out, mu, nu]
 
 
+def _adam_by_parts(
+    mu: Tree, nu: Tree, grads: Tree, betas: tuple[Number, Number], eps: Number, step: Tensor
+) -> tuple[Tree, Tree, Tree]:
+    mu, nu = ema(mu, grads, betas[0]), ema_of_squares(nu, grads, betas[1])
+    wide = [beta.double() if isinstance(beta, Tensor) else beta for beta in betas]
+    kept = [torch.pow(beta, step.double()) for beta in wide]  # float64: in float32, 1 - 0.999**t is off by 1e-5
+    return root_ratio(mu, nu, 1 - kept[0], torch.sqrt(1 - kept[1]), eps), mu, nu
+
+
 def _plain_or_stacked(columns: list[list[Any]], step: Tensor) -> tuple[list[list[Tensor]], Tensor] | None:
-    """Return what the fused kernel takes: dense CPU leaves of one dtype, or lanes of such at the same step; or None."""
+    """Return what the fused kernel takes, dense CPU leaves of one dtype or lanes of such with a step each; or None."""
     if is_transformed():
-        if lanes() is None:
-            return None
-        pairs = [[below_lanes(leaf) for leaf in column] for column in columns]
-        if not all(laned for column in pairs for _, laned in column):
+        pairs = [[below_lanes(leaf) for leaf in column] for column in columns] if lanes() is not None else []
+        step, counted = below_lanes(step)
+        if not pairs or not counted or not all(below for column in pairs for _, below in column):
             return None
         columns = [[leaf for leaf, _ in column] for column in pairs]
-        step, _ = below_lanes(step)
     if not columns[0] or not step.is_cpu or _any_differentiable(columns):
         return None
     dtype = columns[0][0].dtype
@@ -667,21 +679,7 @@ def _plain_or_stacked(columns: list[list[Any]], step: Tensor) -> tuple[list[list
     if not fits or dtype not in (torch.float32, torch.float64):
         return None
     with outside_lanes():
-        counts = step.reshape(-1).float()
-        same = bool((counts == counts[0]).all())  # on the CPU a look is free
-        return (columns, counts[0]) if same else None
-
-
-def _adam_by_parts(
-    mu: Tree, nu: Tree, grads: Tree, betas: tuple[Number, Number], eps: Number, step: Tensor
-) -> tuple[Tree, Tree, Tree]:
-    mu, nu = ema(mu, grads, betas[0]), ema_of_squares(nu, grads, betas[1])
-    kept = [torch.pow(_wide(beta), step.double()) for beta in betas]  # float64: in float32, 1 - 0.999**t is off by 1e-5
-    return root_ratio(mu, nu, 1 - kept[0], torch.sqrt(1 - kept[1]), eps), mu, nu
-
-
-def _wide(value: Number) -> Number:
-    return value.double() if isinstance(value, Tensor) else value
+        return columns, step.float()
 
 
 def _look(value: Number) -> Number:
