@@ -786,7 +786,7 @@ NOT_A_TECHNIQUE: dict[ModuleType, dict[str, str]] = {
 }
 
 
-for later in ("precision", "averaging", "sequences"):  # their names are demanded as soon as the modules are there
+for later in ("precision", "sequences"):  # their names are demanded as soon as the modules are there
     if importlib.util.find_spec(f"functricks.{later}") is not None:
         NOT_A_TECHNIQUE[importlib.import_module(f"functricks.{later}")] = {}
 

@@ -85,7 +85,9 @@ def test_any_size_keeps_its_direction(order: float, size: float) -> None:
     found = apply(F.clip_by_global_norm(size / 10, norm_type=order), {"a": direction * size})["a"]
     expected = direction / torch.linalg.vector_norm(direction, order) * (size / 10)
     torch.testing.assert_close(found / size, expected / size, rtol=1e-13, atol=0)
-    assert_same(apply(F.clip_by_global_norm(size * 100, norm_type=order), {"a": direction * size})["a"], direction * size)
+    assert_same(
+        apply(F.clip_by_global_norm(size * 100, norm_type=order), {"a": direction * size})["a"], direction * size
+    )
 
 
 def test_large_float32_and_half() -> None:

@@ -112,7 +112,9 @@ def test_learning_rates_by_schedule_and_by_lane() -> None:
 
 def test_a_glob_of_nothing_and_two_globs_of_one_leaf_raise() -> None:
     params = ones("body.w", "head.w")
-    with pytest.raises(ValueError, match=r"learning_rates: where='tail\.\*' matches no parameter; have: body.w, head.w"):
+    with pytest.raises(
+        ValueError, match=r"learning_rates: where='tail\.\*' matches no parameter; have: body.w, head.w"
+    ):
         one_update(F.sgd(0.1, learning_rates={"tail.*": 2.0}), params)
     with pytest.raises(ValueError, match=r"more than one glob matches: \{'head.w': \['head.\*', '\*.w'\]\}"):
         one_update(F.sgd(0.1, learning_rates={"head.*": 2.0, "*.w": 3.0}), params)

@@ -24,12 +24,12 @@ __all__ = [
 
 
 def scale(factor: Number) -> Transform:
-    """Multiply the gradients by ``factor``.
+    """Multiply the gradients by ``factor``; half precision goes on in float32, in which tiny products do not vanish.
 
     >>> scale(-0.5).update({"w": torch.tensor(2.0)}, (), {})[0]
     {'w': tensor(-1.)}
     """
-    return stateless(lambda grads, params: tree.scale(grads, factor))
+    return stateless(lambda grads, params: tree.scale(tree.wide(grads), factor))
 
 
 class ScaleByScheduleState(NamedTuple):
@@ -51,7 +51,7 @@ def scale_by_schedule(schedule: Schedule) -> Transform:
         return ScaleByScheduleState(counter())
 
     def update(grads: Grads, state: ScaleByScheduleState, params: Params) -> tuple[Updates, ScaleByScheduleState]:
-        return tree.scale(grads, schedule(state.step)), ScaleByScheduleState(state.step + 1)
+        return tree.scale(tree.wide(grads), schedule(state.step)), ScaleByScheduleState(state.step + 1)
 
     return Transform(init, update)
 
