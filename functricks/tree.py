@@ -624,35 +624,16 @@ def adam(
     """
     columns, structure = _columns((grads, mu, nu))
     numbers = [value for value in (_look(one) for one in (*betas, eps)) if not isinstance(value, Tensor)]
-    found = _plain_or_stacked(columns, step) if len(numbers) == 3 and not torch.compiler.is_compiling() else None
-    if found is None:
+    if len(numbers) < 3 or not _fusable(columns, step):
         return _adam_by_parts(mu, nu, grads, betas, eps, step)
-    below, count = found
-    with outside_lanes():
-        results = _fused_adam(below, count, *numbers)
-    level = lanes()
-    if level is not None:
-        results = [[above_lanes(leaf, level) for leaf in column] for column in results]
-    direction, new_mu, new_nu = (unflatten(structure, column) for column in results)
-    return direction, new_mu, new_nu
-
-
-def _fused_adam(
-    columns: list[list[Tensor]], step: Tensor, beta1: float, beta2: float, eps: float
-) -> list[list[Tensor]]:
-    """Step every leaf; where ``step`` has an axis, every lane of every leaf by itself, as if it were alone."""
-    grads, *moments = columns
-    out = [torch.zeros_like(leaf) for leaf in grads]
-    mu, nu = ([leaf.clone() for leaf in column] for column in moments)
-    lists, steps = [out, grads, mu, nu], [step] * len(out)
-    if step.ndim:
-        lists = [[lane for leaf in column for lane in leaf.unbind()] for column in lists]
-        steps = [*step.unbind()] * len(out)
+    out = [torch.zeros_like(leaf) for leaf in columns[0]]
+    new_mu, new_nu = ([leaf.clone() for leaf in column] for column in columns[1:])
+    (beta1, beta2, epsilon), steps = numbers, [step.float()] * len(out)
     torch._fused_adamw_(
-        *lists, [], steps,
-        lr=-1.0, beta1=beta1, beta2=beta2, weight_decay=0.0, eps=eps, amsgrad=False, maximize=False,
+        out, columns[0], new_mu, new_nu, [], steps,
+        lr=-1.0, beta1=beta1, beta2=beta2, weight_decay=0.0, eps=epsilon, amsgrad=False, maximize=False,
     )  # fmt: skip
-    return [out, mu, nu]
+    return unflatten(structure, out), unflatten(structure, new_mu), unflatten(structure, new_nu)
 
 
 def _adam_by_parts(
@@ -664,22 +645,14 @@ def _adam_by_parts(
     return root_ratio(mu, nu, 1 - kept[0], torch.sqrt(1 - kept[1]), eps), mu, nu
 
 
-def _plain_or_stacked(columns: list[list[Any]], step: Tensor) -> tuple[list[list[Tensor]], Tensor] | None:
-    """Return what the fused kernel takes, dense CPU leaves of one dtype or lanes of such with a step each; or None."""
-    if is_transformed():
-        pairs = [[below_lanes(leaf) for leaf in column] for column in columns] if lanes() is not None else []
-        step, counted = below_lanes(step)
-        if not pairs or not counted or not all(below for column in pairs for _, below in column):
-            return None
-        columns = [[leaf for leaf, _ in column] for column in pairs]
-    if not columns[0] or not step.is_cpu or _any_differentiable(columns):
-        return None
+def _fusable(columns: list[list[Any]], step: Tensor) -> bool:
+    """May the fused kernel do it: plain, dense CPU leaves of one dtype?"""
+    if torch.compiler.is_compiling() or is_transformed() or not columns[0] or not step.is_cpu:
+        return False
     dtype = columns[0][0].dtype
-    fits = all(leaf.dtype == dtype and leaf.is_cpu and leaf.is_contiguous() for column in columns for leaf in column)
-    if not fits or dtype not in (torch.float32, torch.float64):
-        return None
-    with outside_lanes():
-        return columns, step.float()
+    if dtype not in (torch.float32, torch.float64) or _any_differentiable(columns):
+        return False
+    return all(leaf.dtype == dtype and leaf.is_cpu and leaf.is_contiguous() for column in columns for leaf in column)
 
 
 def _look(value: Number) -> Number:

@@ -331,7 +331,9 @@ TRANSFORMS: dict[str, TransformEntry] = {
         {**_LR, **_BETAS, "weight_decay": (0.1, 0.01, 0.0)},
     ),
     **{
-        name: TransformEntry(partial(_moments, make, **fixed), {**_LR, **_BETAS, "weight_decay": (0.1, 0.01, 0.0)}, smooth)
+        name: TransformEntry(
+            partial(_moments, make, **fixed), {**_LR, **_BETAS, "weight_decay": (0.1, 0.01, 0.0)}, smooth
+        )
         for name, make, fixed, smooth in [
             ("adam: decoupled", F.adam, {"decoupled_weight_decay": True}, True),
             ("nadam", F.nadam, {}, True),
@@ -377,7 +379,6 @@ TRANSFORMS: dict[str, TransformEntry] = {
         {**_LR, "momentum": (0.9, 0.5, 0.0), "weight_decay": (0.1, 0.01, 0.0)},
         smooth=False,
         coarse=torch.bfloat16,  # the orthogonalisation, as PyTorch's: products in another order round elsewhere
-
     ),
     "clip_by_value": TransformEntry(F.clip_by_value, {"bound": (1.0, 0.1, 1000.0)}, smooth=False),
     "clip_by_leaf_norm": TransformEntry(F.clip_by_leaf_norm, {"max_norm": (1.0, 0.1, 1000.0)}),
@@ -413,7 +414,8 @@ TRANSFORMS: dict[str, TransformEntry] = {
     ),
     "master_weights": TransformEntry(lambda lr: F.master_weights(F.sgd(lr, 0.9)), _LR, smooth=False),
     "add_noise": TransformEntry(
-        lambda eta, gamma: F.add_noise(F.random.key(3), eta, gamma), {"eta": (0.1, 1.0, 0.01), "gamma": (0.55, 0.0, 1.0)}
+        lambda eta, gamma: F.add_noise(F.random.key(3), eta, gamma),
+        {"eta": (0.1, 1.0, 0.01), "gamma": (0.55, 0.0, 1.0)},
     ),
     "centralize": TransformEntry(lambda lr: F.chain(F.centralize(), F.scale(-lr)), _LR),
     "scale_by_trust_ratio": TransformEntry(

@@ -65,9 +65,9 @@ def test_error_if_nonfinite_is_a_value() -> None:
         for value, count in ((1.0, 0), (math.nan, 1), (2.0, 1), (INF, 2)):
             _, state = clip.update({"w": torch.tensor(value)}, state, {})
             assert state.nonfinite == count
+    leaf = nn.Parameter(torch.zeros(()))
+    leaf.grad = torch.tensor(math.nan)
     with pytest.raises(RuntimeError, match="non-finite"):
-        leaf = nn.Parameter(torch.zeros(()))
-        leaf.grad = torch.tensor(math.nan)
         clip_grad_norm_([leaf], 1.0, error_if_nonfinite=True)
     assert F.clip_by_global_norm(1.0).init({}) == ()
 

@@ -61,7 +61,7 @@ def test_no_decay_equals_pytorch_groups() -> None:
     state = optimizer.init(params)
     for step in range(10):
         grads = {name: torch.sin(leaf + step) for name, leaf in params.items()}
-        for name, leaf in net.named_parameters():
+        for leaf in net.parameters():
             leaf.grad = torch.sin(leaf.detach() + step)
         classic.step()
         updates, state = optimizer.update(grads, state, params)
@@ -81,7 +81,7 @@ def test_learning_rates_are_pytorch_groups() -> None:
     optimizer = F.adamw(0.01, learning_rates={"1.*": 10.0})
     state = optimizer.init(params)
     for step in range(10):
-        for name, leaf in net.named_parameters():
+        for leaf in net.parameters():
             leaf.grad = torch.sin(leaf.detach() + step)
         updates, state = optimizer.update({n: torch.sin(p + step) for n, p in params.items()}, state, params)
         classic.step()

@@ -168,7 +168,7 @@ def test_inject_hyperparams_checks_at_construction() -> None:
         F.inject_hyperparams(F.sgd)(lr=-1.0)
     with pytest.raises(ValueError, match="are no arguments of sgd"):
         F.inject_hyperparams(F.sgd, static=["beta"])
-    with pytest.raises(TypeError, match="unexpected keyword|got an unexpected"):
+    with pytest.raises(TypeError, match="unexpected keyword"):
         F.inject_hyperparams(F.sgd)(beta=1.0)
     optimizer = F.inject_hyperparams(F.sgd)(lr=0.1)
     with pytest.raises(ValueError, match=r"the state has \[\], expected \['lr'\]"):
@@ -187,7 +187,7 @@ def test_master_weights_are_the_float32_run(dtype: torch.dtype, make: Any) -> No
     params, state = start, optimizer.init(start)
     exact: Any = {name: leaf.float() for name, leaf in start.items()}
     memory = plain.init(exact)
-    for step in range(50):
+    for _ in range(50):
         grads = {name: torch.randn(leaf.shape, generator=generator).to(dtype) for name, leaf in start.items()}
         updates, state = optimizer.update(grads, state, params)
         params = F.apply_updates(params, updates)

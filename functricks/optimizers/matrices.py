@@ -113,7 +113,8 @@ def _inverse_root(variance: Tensor, eps: Number | None) -> Tensor:
 
 
 def _root_mean_square(leaf: Tensor) -> Tensor:
-    return tree.norm(leaf) / max(leaf.numel(), 1) ** 0.5
+    size: float = max(leaf.numel(), 1) ** 0.5
+    return tree.norm(leaf) / size
 
 
 def _clipped(update: Tensor, d: Number, rate: Tensor) -> Tensor:
