@@ -356,7 +356,7 @@ TRANSFORMS: dict[str, TransformEntry] = {
         F.rmsprop, {**_LR, "alpha": (0.9, 0.5, 0.1), "momentum": (0.9, 0.5, 0.0), "weight_decay": (0.1, 0.01, 0.0)}
     ),
     "rmsprop: centered": TransformEntry(
-        partial(F.rmsprop, centered=True), {**_LR, "alpha": (0.9, 0.5, 0.1), "eps": (1e-3, 1e-2, 1e-1)}
+        partial(F.rmsprop, centered=True), {**_LR, "alpha": (0.9, 0.5, 0.1), "eps": (1.0, 0.1, 0.5)}
     ),
     "scale_by_rms": TransformEntry(F.scale_by_rms, {"alpha": (0.9, 0.5, 0.1), "eps": (1e-3, 1e-2, 1e-1)}),
     "rprop": TransformEntry(
