@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from functricks import tree
 from functricks.adversarial import attack, fgm, pgd
-from functricks.averaging import averaged, ema, swa, update_bn
 from functricks.clipping import adaptive_clip, clip_by_global_norm, clip_by_leaf_norm, clip_by_value
 from functricks.gradients import accumulate, gradient
 from functricks.modules import (
@@ -21,21 +20,11 @@ from functricks.modules import (
     supervised_carry,
 )
 from functricks.optimizers import (
-    adadelta,
-    adafactor,
-    adagrad,
     adam,
     adamax,
     adamw,
-    asgd,
-    lamb,
-    lion,
-    muon,
     nadam,
     radam,
-    rmsprop,
-    rprop,
-    schedule_free_adamw,
     sgd,
 )
 from functricks.training import train_step
@@ -85,6 +74,19 @@ from functricks.types import (
 
 if TYPE_CHECKING:
     from functricks import experiments, losses, random, schedules
+    from functricks.averaging import averaged, ema, swa, update_bn
+    from functricks.optimizers import (
+        adadelta,
+        adafactor,
+        adagrad,
+        asgd,
+        lamb,
+        lion,
+        muon,
+        rmsprop,
+        rprop,
+        schedule_free_adamw,
+    )
 
 __version__ = "0.1.0"
 
@@ -173,8 +175,29 @@ __all__ = [
 
 _NAMESPACES = ("experiments", "losses", "random", "schedules")  # loaded when first asked for: imports stay quick
 
+_LATER = {
+    **dict.fromkeys(("averaged", "ema", "swa", "update_bn"), "averaging"),
+    **dict.fromkeys(
+        (
+            "adadelta",
+            "adafactor",
+            "adagrad",
+            "asgd",
+            "lamb",
+            "lion",
+            "muon",
+            "rmsprop",
+            "rprop",
+            "schedule_free_adamw",
+        ),
+        "optimizers",
+    ),
+}
+
 
 def __getattr__(name: str) -> Any:
     if name in _NAMESPACES:
         return import_module(f"functricks.{name}")
+    if name in _LATER:
+        return getattr(import_module(f"functricks.{_LATER[name]}"), name)
     raise AttributeError(f"module 'functricks' has no attribute {name!r}")

@@ -8,12 +8,17 @@ taken where it exists, and everything is differentiable.
 Not here: ``LBFGS``, which calls the loss again within a step, and ``SparseAdam``, since gradients are dense.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from functricks.optimizers.adaptive import adam, adamax, adamw, nadam, radam
-from functricks.optimizers.averaging import asgd, schedule_free_adamw
-from functricks.optimizers.matrices import adafactor, lamb, muon
 from functricks.optimizers.momentum import sgd
-from functricks.optimizers.signs import lion, rprop
-from functricks.optimizers.squares import adadelta, adagrad, rmsprop
+
+if TYPE_CHECKING:
+    from functricks.optimizers.averaging import asgd, schedule_free_adamw
+    from functricks.optimizers.matrices import adafactor, lamb, muon
+    from functricks.optimizers.signs import lion, rprop
+    from functricks.optimizers.squares import adadelta, adagrad, rmsprop
 
 __all__ = [
     "adadelta",
@@ -33,3 +38,16 @@ __all__ = [
     "schedule_free_adamw",
     "sgd",
 ]
+
+_LATER = {  # loaded when first asked for: imports stay quick
+    **dict.fromkeys(("asgd", "schedule_free_adamw"), "averaging"),
+    **dict.fromkeys(("adafactor", "lamb", "muon"), "matrices"),
+    **dict.fromkeys(("lion", "rprop"), "signs"),
+    **dict.fromkeys(("adadelta", "adagrad", "rmsprop"), "squares"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        return getattr(import_module(f"functricks.optimizers.{_LATER[name]}"), name)
+    raise AttributeError(f"module 'functricks.optimizers' has no attribute {name!r}")
