@@ -8,10 +8,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from functricks import tree
-from functricks.adversarial import attack, fgm, pgd
+from functricks.adversarial import attack, awp, fgm, free_lb, pgd, r_drop, sam, vat
 from functricks.clipping import clip_by_global_norm
-from functricks.gradients import accumulate, gradient
+from functricks.gradients import (
+    accumulate,
+    bn_momentum_for,
+    clip_per_example,
+    gradient,
+    multi_task,
+    per_example_gradient,
+)
 from functricks.optimizers import adam, adamw, sgd
+from functricks.precision import (
+    LossScale,
+    LossScaleState,
+    autocast,
+    cast,
+    dynamic_loss_scale,
+    static_loss_scale,
+)
 from functricks.training import train_step
 from functricks.transforms import (
     add_decayed_weights,
@@ -59,6 +74,8 @@ __all__ = [
     "Grads",
     "Loss",
     "LossFn",
+    "LossScale",
+    "LossScaleState",
     "Number",
     "Params",
     "Schedule",
@@ -74,15 +91,26 @@ __all__ = [
     "add_decayed_weights",
     "apply_updates",
     "attack",
+    "autocast",
+    "awp",
+    "bn_momentum_for",
+    "cast",
     "chain",
     "clip_by_global_norm",
+    "clip_per_example",
+    "dynamic_loss_scale",
     "experiments",
     "fgm",
+    "free_lb",
     "gradient",
     "losses",
+    "multi_task",
     "partition",
+    "per_example_gradient",
     "pgd",
+    "r_drop",
     "random",
+    "sam",
     "scale",
     "scale_by_adam",
     "scale_by_learning_rate",
@@ -90,9 +118,11 @@ __all__ = [
     "schedules",
     "sgd",
     "skip_nonfinite",
+    "static_loss_scale",
     "trace",
     "train_step",
     "tree",
+    "vat",
 ]
 
 _NAMESPACES = ("experiments", "losses", "random", "schedules")  # loaded when first asked for: imports stay quick
