@@ -233,6 +233,7 @@ def trace(momentum: Number, dampening: Number = 0.0, nesterov: bool = False) -> 
         return TraceState(_counter(), _zeros(params))
 
     def update(grads: Grads, state: TraceState, params: Params) -> tuple[Updates, TraceState]:
+        grads = tree.map(lambda leaf, like: leaf.to(like.dtype), grads, state.trace)  # half: float32 from here on
         if isinstance(dampening, Tensor) or dampening:
             fresh = torch.where(state.step == 0, 1.0, 1.0 - _double(dampening))
             damped = tree.scale(grads, fresh)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -96,6 +96,9 @@ class Results:
 
     def __len__(self) -> int:
         return len(self.configs)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return self.rows[index]

@@ -202,22 +202,10 @@ class _Program:
 
 
 def _vmapped(function: Callable[..., Any], axes: tuple[int | None, ...]) -> Callable[..., Any]:
-    """Map over lanes leaf by leaf: ``vmap`` walks trees in Python, which for a small model costs a tenth of a step."""
-
     def over_lanes(*inputs: Any) -> Any:
-        parts = [tree.flatten(x) for x in inputs]
-        structure: Any = None
-
-        def on_leaves(*leaves: Tensor) -> tuple[Tensor, ...]:
-            nonlocal structure
-            rest = iter(leaves)
-            own = [tree.unflatten(shape, [next(rest) for _ in part]) for part, shape in parts]
-            results, structure = tree.flatten(function(*own))
-            return tuple(results)
-
-        dims = tuple(axis for (part, _), axis in zip(parts, axes, strict=True) for _ in part)
-        results = torch.vmap(on_leaves, in_dims=dims)(*[leaf for part, _ in parts for leaf in part])
-        return tree.unflatten(structure, results)
+        if torch.compiler.is_compiling():
+            return torch.vmap(function, in_dims=axes)(*inputs)
+        return tree.map_lanes(function, axes, inputs)
 
     return over_lanes
 

@@ -103,7 +103,7 @@ def _mean_and_weight(loss: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         wide = _wide(loss.values)
         weight = loss.weights.sum()
         total = loss.values.sum(dtype=wide)
-        return (total / torch.where(weight == 0, 1, weight)).to(wide), weight.detach()
+        return (total / torch.where(weight == 0, 1, weight)).to(wide), weight
     if not isinstance(loss, Tensor) or loss.ndim != 0:
         got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(f"gradient: the loss function must return a Loss or a 0-d tensor, got {got}")
