@@ -49,7 +49,8 @@ def accumulate(
 
     The carry goes from one micro-batch to the next. Metrics are averaged like the loss. Sums are float32 or wider.
     BatchNorm normalises every micro-batch by its own statistics, whatever ``batch_norm`` says: outputs and gradients of
-    such a model differ from those of the whole batch. Around :func:`multi_task`, parts are weighed by the largest task;
+    such a model differ from those of the whole batch. So do those of losses that compare the rows of a batch
+    (``info_nce``). Around :func:`multi_task`, parts are weighed by the largest task;
     ``multi_task({name: accumulate(...)})`` is exact where tasks weigh differently.
 
     Raises ``ValueError`` unless exactly one of the two sizes is given, and is >= 1; and with ``"pooled"`` when the
@@ -122,14 +123,13 @@ class _Sums(NamedTuple):
 
 
 def _weighted(one: Gradient) -> _Sums:
-    grads = tree.map(lambda leaf: leaf.to(_wide(leaf)), one.grads)
-    # a mean over nothing is NaN, and counts for nothing
-    means = {
-        path: torch.where(one.weight == 0, 0.0, leaf).to(_wide(leaf))
-        for path, leaf in (("", one.loss), *one.metrics.items())
-    }
-    grads, means = tree.scale((grads, means), one.weight)
-    return _Sums(grads, means.pop(""), means, one.weight)
+    wide = tree.map(lambda leaf: leaf.to(_wide(leaf)), (one.grads, one.loss))
+    nothing = one.weight == 0
+    # gradient divides by 1 where the weight is 0: a smoothed row of a class of no weight has a numerator all the same
+    grads, loss = tree.scale(wide, torch.where(nothing, 1, one.weight))
+    # while a metric over nothing is NaN, and counts for nothing
+    metrics = {name: torch.where(nothing, 0.0, leaf).to(_wide(leaf)) for name, leaf in one.metrics.items()}
+    return _Sums(grads, loss, tree.scale(metrics, one.weight), one.weight)
 
 
 def _wide(leaf: Tensor) -> torch.dtype:

@@ -45,8 +45,9 @@ def gradient(
             checkpointing and DDP-wrapped modules; first order, its result is detached.
 
     The returned ``GradFn`` is ``(params, batch, carry=(), *, scale=None) -> Gradient``. ``scale`` multiplies the loss
-    before differentiation, as float32, and is divided out of the gradient again. A batch of zero weight has a zero
-    gradient. A leaf that the loss does not use has a zero gradient.
+    before differentiation, as float32, and is divided out of the gradient again. Over a weight of zero the sum counts
+    instead of the mean, so a batch without valid elements has a zero gradient and a zero loss. A leaf that the loss does
+    not use has a zero gradient.
 
     Raises ``ValueError`` when the loss is neither a ``Loss`` nor 0-d, when the leaves of the batch differ in length
     under a 0-d loss, and with ``backend="autograd"`` when the result would silently lose a derivative.

@@ -97,10 +97,12 @@ def clip_per_example(
         factor = torch.vmap(lambda grads: _factor(grads, max_norm))(found.grads)
         weight = found.weight.sum()
         share = found.weight / torch.where(weight == 0, 1, weight)
-        grads = tree.map(lambda leaf: _weighted_sum(leaf, share * factor), found.grads)
+        # gradient divides by 1 where the weight is 0
+        numerator = torch.where(found.weight == 0, 1, found.weight) / torch.where(weight == 0, 1, weight)
+        grads = tree.map(lambda leaf: _weighted_sum(leaf, numerator * factor), found.grads)
         metrics = {name: _weighted_sum(value, share) for name, value in found.metrics.items()}
         metrics["clipped"] = _weighted_sum((factor < 1).to(share.dtype), share)
-        return Gradient(grads, _weighted_sum(found.loss, share), weight, found.carry, metrics)
+        return Gradient(grads, _weighted_sum(found.loss, numerator), weight, found.carry, metrics)
 
     return clipped
 
