@@ -18,6 +18,14 @@ from functricks.gradients import (
     multi_task,
     per_example_gradient,
 )
+from functricks.modules import (
+    Functional,
+    SupervisedCarry,
+    functional,
+    no_decay,
+    supervised,
+    supervised_carry,
+)
 from functricks.optimizers import adam, adamw, sgd
 from functricks.precision import (
     LossScale,
@@ -69,6 +77,7 @@ __all__ = [
     "Batch",
     "Carry",
     "Empty",
+    "Functional",
     "GradFn",
     "Gradient",
     "Grads",
@@ -81,6 +90,7 @@ __all__ = [
     "Schedule",
     "State",
     "StepInfo",
+    "SupervisedCarry",
     "TrainState",
     "TrainStep",
     "Transform",
@@ -102,9 +112,11 @@ __all__ = [
     "experiments",
     "fgm",
     "free_lb",
+    "functional",
     "gradient",
     "losses",
     "multi_task",
+    "no_decay",
     "partition",
     "per_example_gradient",
     "pgd",
@@ -119,6 +131,8 @@ __all__ = [
     "sgd",
     "skip_nonfinite",
     "static_loss_scale",
+    "supervised",
+    "supervised_carry",
     "trace",
     "train_step",
     "tree",

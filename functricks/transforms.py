@@ -193,10 +193,10 @@ def scale_by_learning_rate(lr: Number | Schedule) -> Transform:
     >>> scale_by_learning_rate(0.1).update({"w": torch.tensor(1.0)}, (), {})[0]
     {'w': tensor(-0.1000)}
     """
-    check_number("lr", lr, minimum=0.0)
-    if callable(lr):
+    if callable(lr) and not isinstance(lr, Tensor):
         schedule = lr
         return scale_by_schedule(lambda step: -schedule(step))
+    check_number("lr", lr, minimum=0.0)
     return scale(-lr)
 
 
@@ -228,6 +228,7 @@ def trace(momentum: Number, dampening: Number = 0.0, nesterov: bool = False) -> 
     {'w': tensor(1.9000)}
     """
     check_number("momentum", momentum, minimum=0.0)
+    check_number("dampening", dampening)
 
     def init(params: Params) -> TraceState:
         return TraceState(_counter(), _zeros(params))
@@ -235,7 +236,7 @@ def trace(momentum: Number, dampening: Number = 0.0, nesterov: bool = False) -> 
     def update(grads: Grads, state: TraceState, params: Params) -> tuple[Updates, TraceState]:
         grads = tree.map(lambda leaf, like: leaf.to(like.dtype), grads, state.trace)  # half: float32 from here on
         if isinstance(dampening, Tensor) or dampening:
-            fresh = torch.where(state.step == 0, 1.0, 1.0 - _double(dampening))
+            fresh = 1.0 - (state.step > 0).double() * _double(dampening)
             damped = tree.scale(grads, fresh)
         else:
             damped = grads
@@ -324,8 +325,8 @@ def add_decayed_weights(weight_decay: Number, where: tree.Where | None = None) -
 
 
 def check_number(name: str, value: Any, *, minimum: float | None = None, below: float | None = None) -> None:
-    """Validate a hyper-parameter where it is a Python number; tensors and schedules pass."""
-    if isinstance(value, Tensor) or callable(value):
+    """Validate a hyper-parameter where it is a Python number; tensors pass."""
+    if isinstance(value, Tensor):
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number or a 0-d tensor, got {value!r}")

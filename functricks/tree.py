@@ -492,9 +492,11 @@ def ema(average: Tree, new: Tree, decay: Number) -> Tree:
     """Return ``decay * average + (1 - decay) * new``, by PyTorch's ``lerp``."""
 
     def many(average: list[Tensor], new: list[Tensor], weight: Any) -> Sequence[Tensor]:
+        average = [leaf.to(compute_dtype(leaf.dtype)) for leaf in average]  # lerp takes no float32 weight for half
         return torch._foreach_lerp(average, _as(new, average), weight)
 
     def one(average: Tensor, new: Tensor, weight: Number) -> Tensor:
+        average = average.to(compute_dtype(average.dtype))
         return torch.lerp(average, new.to(average.dtype), weight)
 
     return _pointwise(one, many, (average, new), (1 - decay,))
@@ -544,13 +546,27 @@ def root_ratio(a: Tree, b: Tree, correction: Number, root_correction: Number, ep
 def where(condition: Tensor, a: Tree, b: Tree) -> Tree:
     """Return ``a`` where the 0-d bool ``condition`` holds, else ``b``, leaf by leaf."""
 
+    if _holds_everywhere(condition):
+        return a
+
     def many(a: list[Tensor], b: list[Tensor], condition: list[Tensor]) -> Sequence[Tensor]:
-        # On the CPU a look is free, and nearly always nothing has to be chosen: copies cost as much as a forward pass.
-        if condition[0].device.type == "cpu" and bool(condition[0].all()):
-            return a
         return [torch.where(*row) for row in zip(condition, a, b, strict=True)]
 
     return _pointwise(lambda a, b, condition: torch.where(condition, a, b), many, (a, b), (condition,))
+
+
+def _holds_everywhere(condition: Tensor) -> bool:
+    """Look, where that is free: in eager on the CPU. Nearly always there is nothing to choose, and copies cost."""
+    if torch.compiler.is_compiling() or (is_transformed() and lanes() is None):
+        return False
+    stacked, _ = below_lanes(condition)
+    with outside_lanes():
+        return _may_look(stacked) and bool(stacked.all())
+
+
+def _may_look(value: Tensor) -> bool:
+    """Is reading a value free, and does it have one? Not on a GPU, and not where fake tensors stand in."""
+    return value.device.type == "cpu" and torch._C._len_torch_dispatch_stack() == 0
 
 
 def sqrt(x: Tensor) -> Tensor:
@@ -594,34 +610,40 @@ def norm_parts(tree: Tree) -> tuple[Tensor, Tensor]:
     entry first: the norm itself may lie outside float64.
     """
     columns = [leaf for leaf in leaves(tree) if leaf.numel() and leaf.is_floating_point()]
-    wide = [leaf for leaf in columns if leaf.dtype == torch.float64]
-    device = columns[0].device if columns else None
-    peak = torch.ones((), dtype=torch.float64, device=device)
-    if wide:
-        peak = torch.stack([leaf.detach().abs().amax() for leaf in wide]).amax()
+    if any(leaf.dtype == torch.float64 for leaf in columns):
+        peak = torch.stack([leaf.detach().abs().amax().double() for leaf in columns]).amax()
         peak = torch.where(peak == 0, 1.0, peak)
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for leaf in columns:
-        total = total + _sum_of_squares(leaf.double() / peak if wide else leaf)
-    return peak, sqrt(total)
+        return peak, sqrt(_sum_of_squares([leaf.double() / peak for leaf in columns]))
+    device = columns[0].device if columns else None
+    return torch.ones((), dtype=torch.float64, device=device), sqrt(_sum_of_squares(columns))
 
 
-def _sum_of_squares(leaf: Tensor) -> Tensor:
+def _sum_of_squares(columns: list[Tensor]) -> Tensor:
     level = lanes()
-    stacked, laned = below_lanes(leaf) if level is not None else (leaf, False)
+    found = [below_lanes(leaf) if level is not None else (leaf, False) for leaf in columns]
     traced = torch.compiler.is_compiling() or (level is None and is_transformed())
-    if traced or _any_differentiable([[stacked]]):
-        return leaf.double().square().sum()
+    if not columns or traced or _any_differentiable([[x for x, _ in found]]):
+        return sum((leaf.double().square().sum() for leaf in columns), torch.zeros((), dtype=torch.float64))
     with outside_lanes():
-        total = _squares_of_rows(stacked.reshape(stacked.shape[0] if laned else 1, -1))
+        total = _squares_of_rows([x.reshape(x.shape[0] if laned else 1, -1) for x, laned in found])
+    laned = any(laned for _, laned in found)
     return above_lanes(total, level) if laned and level is not None else total.squeeze(0)
 
 
-def _squares_of_rows(rows: Tensor) -> Tensor:
-    """Return the sum of squares of every row in float64: by float32, ten times as fast, where that is exact enough."""
-    if rows.dtype != torch.float32 or rows.device.type != "cpu" or rows.shape[1] > 2**16:
-        return rows.double().square().sum(1)
-    narrow = torch.linalg.vector_norm(rows, dim=1)
-    safe = (narrow > 1e-15) & (narrow < 1e18)  # no square overflowed, and what underflowed does not count
-    squares = narrow.double().square()
-    return squares if bool(safe.all()) else torch.where(safe, squares, rows.double().square().sum(1))
+def _squares_of_rows(leaves: list[Tensor]) -> Tensor:
+    """Return the sum of squares of every row, over all leaves, in float64: by float32 where that is exact enough."""
+
+    lane_count = max(rows.shape[0] for rows in leaves)
+
+    def stacked(columns: list[Tensor]) -> Tensor:
+        return torch.stack([column.expand(lane_count) for column in columns])
+
+    def exactly() -> Tensor:
+        return stacked([rows.double().square().sum(1) for rows in leaves])
+
+    if any(rows.dtype != torch.float32 or not _may_look(rows) or rows.shape[1] > 2**16 for rows in leaves):
+        return exactly().sum(0)
+    norms = stacked([torch.linalg.vector_norm(rows, dim=1) for rows in leaves])  # ten times as fast as in float64
+    safe = (norms > 1e-15) & (norms < 1e18)  # no square overflowed, and what underflowed does not count
+    squares = norms.double().square()
+    return (squares if bool(safe.all()) else torch.where(safe, squares, exactly())).sum(0)

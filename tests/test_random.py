@@ -167,6 +167,7 @@ def test_compiled_alone() -> None:
     assert torch.equal(torch.compile(function, fullgraph=True)(key), function(key))
 
 
+@pytest.mark.slow
 def test_compiled_lanes(lanes: tuple[Tensor, Tensor, Tensor]) -> None:
     function, args = vmap(everything), lanes
     compiled = torch.compile(function, fullgraph=True)

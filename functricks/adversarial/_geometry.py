@@ -40,7 +40,7 @@ def _norm_over(leaf: Tensor, dims: tuple[int, ...]) -> Parts:
     if not dims:
         return torch.ones_like(wide), wide.abs()
     peak = torch.ones_like(wide.detach().sum(dims, keepdim=True))
-    if leaf.dtype == torch.float64:
+    if leaf.dtype == torch.float64 and leaf.numel():
         peak = wide.detach().abs().amax(dims, keepdim=True)
         peak = torch.where(peak == 0, 1.0, peak)
         wide = wide / peak

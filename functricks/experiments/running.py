@@ -155,8 +155,10 @@ class _Program:
         self.init = over_lanes(init, (0, 0))
         self.evaluate = over_lanes(evaluate, (0, 0, None))
         step = over_lanes(update, (0, 0, 0 if own_rows else None))
-        self.step = torch.compile(step, fullgraph=True) if compile else step
-        self.scan = torch.compile(_scan_of(step), fullgraph=True) if compile else None
+        # isolated: every structure compiles anew, which is no recompilation of the one before
+        compiled = partial(torch.compile, fullgraph=True, dynamic=False, isolate_recompiles=True)
+        self.step = compiled(step) if compile else step
+        self.scan = compiled(_scan_of(step)) if compile else None
 
     def train(
         self, chunk: Group, key: Tensor, eval_data: Any, eval_every: int | None, report: _Report
@@ -168,7 +170,7 @@ class _Program:
         for steps, advance in self._advances(chunk.numbers, keys, key, eval_every):
             state = advance(state)
             done += steps
-            report.add(steps * len(chunk.indices))
+            report.add(steps * len(set(chunk.indices)))
             if eval_every is not None and done % eval_every == 0:
                 seen.append((done, self.evaluate(chunk.numbers, state, eval_data)))
         return state, self.evaluate(chunk.numbers, state, eval_data), seen
@@ -251,23 +253,26 @@ def _keys(chunk: Group, key: Tensor) -> Tensor:
 
 
 def _chunks(program: _Program, whole: Group, key: Tensor, size: int | Literal["auto"]) -> list[Group]:
-    """Cut a group into chunks of nearly equal size."""
+    """Cut a group into chunks of nearly equal size (of equal size where they are compiled)."""
     count = len(whole.indices)
     if isinstance(size, str):
-        first = _part(whole, slice(0, 1))
+        first = _part(whole, [0])
         state = program.init(first.numbers, _keys(first, key))
         a_lane = sum(leaf.numel() * leaf.element_size() for leaf in tree.leaves(state))
         limit = max(_MIN_LANES, _CHUNK_BYTES // max(1, a_lane))
     else:
         limit = size
     number = -(-count // limit)
+    if program.scan is not None:  # one shape, one compilation: the last chunk repeats its last lane
+        each = -(-count // number)
+        return [_part(whole, [min(lane, count - 1) for lane in range(i * each, (i + 1) * each)]) for i in range(number)]
     bounds = [count * i // number for i in range(number + 1)]
-    return [_part(whole, slice(low, high)) for low, high in pairwise(bounds)]
+    return [_part(whole, range(low, high)) for low, high in pairwise(bounds)]
 
 
-def _part(whole: Group, lanes: slice) -> Group:
-    numbers = {name: column[lanes] for name, column in whole.numbers.items()}
-    return Group(whole.indices[lanes], whole.static, numbers)
+def _part(whole: Group, lanes: Sequence[int]) -> Group:
+    numbers = {name: column[list(lanes)] for name, column in whole.numbers.items()}
+    return Group([whole.indices[lane] for lane in lanes], whole.static, numbers)
 
 
 class _Report:

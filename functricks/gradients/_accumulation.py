@@ -47,7 +47,9 @@ def accumulate(
             buffers are in the carry.
         unroll: compile a loop without a scan, for those who differentiate through it.
 
-    The carry goes from one micro-batch to the next. Metrics are averaged like the loss. Sums are float32 or wider.
+    The carry goes from one micro-batch to the next; 0-d leaves of the batch go to every one. Metrics are averaged like
+    the loss. Sums are float32 or wider.
+
     BatchNorm normalises every micro-batch by its own statistics, whatever ``batch_norm`` says: outputs and gradients of
     such a model differ from those of the whole batch. So do those of losses that compare the rows of a batch
     (``info_nce``). Around :func:`multi_task`, parts are weighed by the largest task;
@@ -98,18 +100,22 @@ def _split(batch: Batch, parts: int | None, size: int | None) -> list[list[Batch
     """Return the micro-batches: the first alone, then in groups of equal shapes."""
     leaves, structure = tree.flatten(batch)
     lengths = {leaf.shape[0] for leaf in leaves if leaf.ndim}
-    if len(lengths) != 1 or any(leaf.ndim == 0 for leaf in leaves):
+    if len(lengths) != 1:
         raise ValueError(
             f"accumulate: the leaves of the batch must share one leading axis, got shapes "
             f"{ {path: tuple(leaf.shape) for path, leaf in tree.named_leaves(batch).items()} }"
         )
     length = lengths.pop()
-    if size is None:
-        columns = [torch.tensor_split(leaf, max(1, min(parts or 1, length))) for leaf in leaves]
-    else:
-        columns = [torch.split(leaf, size) for leaf in leaves]
+    count = max(1, min(parts or 1, length)) if size is None else max(1, -(-length // size))
+
+    def cut(leaf: Tensor) -> Any:
+        if not leaf.ndim:
+            return (leaf,) * count  # a number, which every part needs
+        return torch.tensor_split(leaf, count) if size is None else torch.split(leaf, size)
+
+    columns = [cut(leaf) for leaf in leaves]
     rows = [tree.unflatten(structure, row) for row in zip(*columns, strict=True)]
-    sizes = [part.shape[0] for part in columns[0]]
+    sizes = [part.shape[0] for part in next(column for column in columns if column[0].ndim)]
     # sizes fall at most once: parts as even as possible, or a left-over at the end
     larger = sizes.count(sizes[0])
     return [rows[:1], rows[1:larger], rows[larger:]]
@@ -145,5 +151,5 @@ def _unless_bad(sums: _Sums, found: Gradient, before: Carry) -> tuple[_Sums, Car
 
 def _divided(total: _Sums, params: Params, carry: Carry) -> Gradient:
     weight = torch.where(total.weight == 0, 1, total.weight)
-    grads, loss, metrics = tree.scale((total.grads, total.loss, total.metrics), 1 / weight)
+    grads, loss, metrics = tree.scale((total.grads, total.loss, total.metrics), 1 / weight.double())
     return Gradient(tree.map(lambda leaf, like: leaf.to(like.dtype), grads, params), loss, total.weight, carry, metrics)

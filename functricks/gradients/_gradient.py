@@ -46,8 +46,8 @@ def gradient(
 
     The returned ``GradFn`` is ``(params, batch, carry=(), *, scale=None) -> Gradient``. ``scale`` multiplies the loss
     before differentiation, as float32, and is divided out of the gradient again. Over a weight of zero the sum counts
-    instead of the mean, so a batch without valid elements has a zero gradient and a zero loss. A leaf that the loss does
-    not use has a zero gradient.
+    instead of the mean, so a batch without valid elements has a zero gradient and a zero loss. A leaf that the loss
+    does not use has a zero gradient.
 
     Raises ``ValueError`` when the loss is neither a ``Loss`` nor 0-d, when the leaves of the batch differ in length
     under a 0-d loss, and with ``backend="autograd"`` when the result would silently lose a derivative.
@@ -156,7 +156,7 @@ def _below_lanes(evaluate: Evaluate, params: Params, level: int) -> tuple[Params
         total, done = evaluate(tree.unflatten(structure, [tree.above_lanes(x, level) for x in stacked]))
         total, _ = tree.below_lanes(total)
         with tree.outside_lanes():
-            found_grads = torch.autograd.grad(total.sum(), stacked, allow_unused=True, materialize_grads=True)
+            found_grads = _gradients(total.sum(), stacked)
     with tree.outside_lanes():
         # A linear layer's weight gradient comes out transposed, and everything that follows would pay for the strides.
         grads = [x.contiguous() for x in found_grads]
@@ -169,11 +169,15 @@ def _by_autograd(evaluate: Evaluate, params: Params) -> tuple[Params, _Evaluated
     with torch.enable_grad():
         inputs = [leaf.detach().requires_grad_() for leaf in leaves]
         total, done = evaluate(tree.unflatten(structure, inputs))
-        if total.requires_grad and inputs:
-            grads = torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True)
-        else:
-            grads = tuple(torch.zeros_like(leaf) for leaf in leaves)
+        grads = _gradients(total, inputs)
     return tree.unflatten(structure, grads), tree.map(torch.Tensor.detach, done)
+
+
+def _gradients(total: Tensor, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+    """Differentiate by autograd; zeros where the total does not depend on the inputs, as ``torch.func.grad``."""
+    if not total.requires_grad or not inputs:
+        return tuple(torch.zeros_like(leaf) for leaf in inputs)
+    return torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True)
 
 
 def _check_first_order(*inputs: Any) -> None:
