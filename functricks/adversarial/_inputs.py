@@ -10,6 +10,7 @@ from torch import Tensor
 
 from functricks import random
 from functricks.adversarial._geometry import check_steps, masked, project, random_point, step
+from functricks.gradients import gradient
 from functricks.gradients._loop import repeat
 from functricks.transforms import check_number
 from functricks.types import Number
@@ -78,10 +79,10 @@ def attack(
         raise ValueError(f"attack: per='token' needs an input of three axes or more, got shape {tuple(x.shape)}")
     length = step_size if step_size is not None else (epsilon if steps == 1 else 2.5 * epsilon / steps)
     length = -length if targeted else length
-    gradient_of = torch.func.grad(loss_of_input)
+    gradient_of = gradient(lambda x, _: loss_of_input(x))
 
     def ascend(moved: Tensor, _: Any) -> Tensor:
-        slope = masked({"": gradient_of(moved)}, mask)
+        slope = masked({"": gradient_of(moved, ()).grads}, mask)
         if norm == "linf":
             shift = moved - x + _sign(slope[""]) * _like(length, x)
             shift = torch.minimum(torch.maximum(shift, _like(-epsilon, x)), _like(epsilon, x))

@@ -6,6 +6,7 @@ import csv
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -53,6 +54,7 @@ def t_interval(values: Iterable[float], confidence: float = 0.95) -> Interval:
     return Interval(float(sample.mean()), _t_quantile(0.5 + confidence / 2, sample.size - 1) * spread)
 
 
+@lru_cache
 def _t_quantile(p: float, df: int) -> float:
     """Return the quantile of Student's t, p > 1/2, by bisection of its integral."""
     # With t = sqrt(df) tan(a) the density is proportional to cos(a)**(df - 1), smooth on a finite interval.
