@@ -305,9 +305,15 @@ class _PureBatchNorm(_BatchNorm):
         wide = input.to(mean.dtype)  # torch's batching rule refuses mixed dtypes
         if self.training and isinstance(self.pooled_count, Tensor):
             return self._pool(wide).to(input.dtype)
-        if self.momentum is not None or count is None or not (self.training and self.track_running_stats):
-            return super().forward(wide).to(input.dtype)
-        count.add_(1)
+        check: Callable[[Tensor], None] = self._check_input_dim
+        check(wide)
+        tracks = self.training and self.track_running_stats
+        if tracks and count is not None:
+            count.add_(1)
+        if not tracks or count is None or self.momentum is not None:
+            own = self.training and not tracks  # normalise by the batch, and forget its statistics
+            momentum = 0.0 if self.momentum is None else self.momentum
+            return self._apply_to(wide, None if own else mean, None if own else var, momentum).to(input.dtype)
         output, batch_mean, batch_var = self._normalise(wide)
         factor = 1.0 / count.double()
         for running, new in ((mean, batch_mean), (var, batch_var)):
@@ -316,20 +322,23 @@ class _PureBatchNorm(_BatchNorm):
 
     def _normalise(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the output, and the mean and the unbiased variance of the batch."""
-        check: Callable[[Tensor], None] = self._check_input_dim
-        check(input)
         old: Any = self.running_mean  # with the lanes of everything: what is written in place needs them
         mean, var = torch.zeros_like(old), torch.ones_like(old)
-        output = F.batch_norm(input, mean, var, self.weight, self.bias, True, 1.0, self.eps)  # momentum 1
-        return output, mean, var
+        return self._apply_to(input, mean, var, 1.0), mean, var
+
+    def _apply_to(self, input: Tensor, mean: Tensor | None, var: Tensor | None, momentum: float) -> Tensor:
+        affine: Any = (self.weight, self.bias)  # None without affine=True
+        weight, bias = (None if p is None else p.to(input.dtype) for p in affine)
+        return F.batch_norm(input, mean, var, weight, bias, self.training, momentum, self.eps)
 
     def _pool(self, input: Tensor) -> Tensor:
         """Merge the batch into those of the window, and take one step from its start: see ``accumulate``.
 
         Reference: Chan, Golub and LeVeque 1979, "Updating formulae and a pairwise algorithm".
         """
-        output, batch_mean, batch_var = self._normalise(input)
         own: Any = self  # whose buffers are all there
+        own._check_input_dim(input)
+        output, batch_mean, batch_var = self._normalise(input)
         size = input.numel() / batch_mean.numel()
         total = own.pooled_count + size
         apart = batch_mean - own.pooled_mean
