@@ -75,20 +75,24 @@ def accumulate(
         raise ValueError(f"accumulate: batch_norm must be 'sequential' or 'pooled', got {batch_norm!r}")
 
     def accumulated(params: Params, batch: Batch, carry: Carry = (), *, scale: Number | None = None) -> Gradient:
-        def one(carry: Carry, part: Batch) -> tuple[_Sums, Carry]:
-            found = grad_fn(params, part, carry, scale=scale)
-            sums = _weighted(found)
-            return _unless_bad(sums, found, carry) if nonfinite == "drop" else (sums, found.carry)
-
         def more(state: tuple[_Sums, Carry], part: Batch) -> tuple[_Sums, Carry]:
-            sums, carry = one(state[1], part)
-            return tree.add(state[0], sums), carry
+            return one(part, state[1], state[0])
+
+        def one(part: Batch, before: Carry, sums: _Sums | None = None) -> tuple[_Sums, Carry]:
+            found = grad_fn(params, part, before, scale=scale)
+            new = _added(sums, found)
+            if nonfinite == "keep":
+                return new, found.carry
+            finite = tree.all_finite((found.grads, found.loss))
+            without = tree.zeros_like(new) if sums is None else sums
+            kept: tuple[_Sums, Carry] = tree.where(finite, (new, found.carry), (without, before))
+            return kept
 
         ours = False
         if batch_norm == "pooled":
             carry, ours = pool(carry)
         first, *groups = _split(batch, micro_batches, micro_batch_size)
-        state = one(carry, first[0])
+        state = one(first[0], carry)
         for group in groups:
             state = fold(more, state, group, unroll=unroll)
         return _divided(state[0], params, unpool(state[1]) if ours else state[1])
@@ -128,25 +132,24 @@ class _Sums(NamedTuple):
     weight: Tensor
 
 
-def _weighted(one: Gradient) -> _Sums:
-    wide = tree.map(lambda leaf: leaf.to(_wide(leaf)), (one.grads, one.loss))
+def _added(sums: _Sums | None, one: Gradient) -> _Sums:
+    """Add a micro-batch, weighted, to the sums; None is nothing yet."""
     nothing = one.weight == 0
     # gradient divides by 1 where the weight is 0: a smoothed row of a class of no weight has a numerator all the same
-    grads, loss = tree.scale(wide, torch.where(nothing, 1, one.weight))
+    factor = torch.where(nothing, 1, one.weight)
     # while a metric over nothing is NaN, and counts for nothing
-    metrics = {name: torch.where(nothing, 0.0, leaf).to(_wide(leaf)) for name, leaf in one.metrics.items()}
-    return _Sums(grads, loss, tree.scale(metrics, one.weight), one.weight)
+    metrics = {name: torch.where(nothing, 0.0, leaf) for name, leaf in one.metrics.items()}
+    means = (one.grads, one.loss)
+    if sums is None:
+        wide_means, wide_metrics = tree.map(lambda leaf: leaf.to(_wide(leaf)), (means, metrics))
+        grads, loss = tree.scale(wide_means, factor)
+        return _Sums(grads, loss, tree.scale(wide_metrics, one.weight), one.weight)
+    grads, loss = tree.add_scaled((sums.grads, sums.loss), means, factor)
+    return _Sums(grads, loss, tree.add_scaled(sums.metrics, metrics, one.weight), sums.weight + one.weight)
 
 
 def _wide(leaf: Tensor) -> torch.dtype:
     return tree.compute_dtype(leaf.dtype) if leaf.is_floating_point() else torch.float32
-
-
-def _unless_bad(sums: _Sums, found: Gradient, before: Carry) -> tuple[_Sums, Carry]:
-    """Return nothing and the carry from before where the gradient or the loss is not finite."""
-    finite = tree.all_finite((sums.grads, sums.loss))
-    kept: tuple[_Sums, Carry] = tree.where(finite, (sums, found.carry), (tree.zeros_like(sums), before))
-    return kept
 
 
 def _divided(total: _Sums, params: Params, carry: Carry) -> Gradient:
