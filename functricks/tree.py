@@ -119,8 +119,16 @@ def named_leaves(tree: Tree) -> dict[str, Any]:
 
     >>> named_leaves({"layer": {"weight": 1}, "heads": (2, 3)})
     {'layer.weight': 1, 'heads.0': 2, 'heads.1': 3}
+
+    Raises ``ValueError`` where a key with a dot makes two leaves share a path.
     """
-    return dict(_walk(tree))
+    found = _walk(tree)
+    named = dict(found)
+    if len(named) != len(found):
+        seen = [path for path, _ in found]
+        twice = sorted({path for path in seen if seen.count(path) > 1})
+        raise ValueError(f"tree: two leaves share a path: {twice}; rename a key")
+    return named
 
 
 def paths(tree: Tree) -> list[str]:
@@ -185,7 +193,7 @@ def _flatten_like(tree: Tree, other: Tree) -> list[Any]:
     if children is None:
         return [other]
     named = dict(_children(other) or [])
-    if len(named) != len(children):
+    if named.keys() != {name for name, _ in children}:
         raise ValueError(structure_error("tree", tree, other))
     found = []
     for name, child in children:

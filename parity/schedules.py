@@ -195,6 +195,12 @@ CASES = [
         schedules.lambda_schedule(LR, lambda step: 1 / (1 + 0.1 * step)),
         lambda step: 1 / (1 + 0.1 * step),
     ),
+    of_pytorch(
+        "exponential_decay, as multiplicative",
+        lr_scheduler.MultiplicativeLR,
+        schedules.exponential_decay(LR, gamma=0.9),
+        lambda step: 0.9,
+    ),
     Case("one_cycle", _one_cycle, schedules.one_cycle(LR, total_steps=STEPS + 1)),
     _cyclic("triangular"),
     _cyclic("triangular2"),

@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import FLOAT16_EPS, assert_close, assert_half_close, assert_same, lane, nonzero_like, odd_trees, stack, wide
+from helpers import (
+    FLOAT16_EPS,
+    assert_close,
+    assert_half_close,
+    assert_same,
+    lane,
+    nonzero_like,
+    odd_trees,
+    stack,
+    wide,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -37,7 +47,11 @@ def by_torch(grads: dict[str, Tensor], max_norm: float) -> dict[str, Tensor]:
 
 
 def tree_of(dtype: torch.dtype, size: float) -> dict[str, Tensor]:
-    made = {"weight": torch.empty(7, 5, dtype=dtype), "bias": torch.empty(5, dtype=dtype), "a": torch.empty((), dtype=dtype)}
+    made = {
+        "weight": torch.empty(7, 5, dtype=dtype),
+        "bias": torch.empty(5, dtype=dtype),
+        "a": torch.empty((), dtype=dtype),
+    }
     return {name: leaf * size for name, leaf in nonzero_like(made, 1).items()}
 
 

@@ -200,6 +200,8 @@ class Results:
             if members is None:
                 members = {}
                 found.append((settings, members))
+            if config.get(by) in members:
+                raise ValueError(f"compare: configuration {index} is there twice: {config}")
             members[config.get(by)] = index
         return found
 

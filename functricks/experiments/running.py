@@ -103,8 +103,9 @@ def run(
             for chunk in _chunks(program, one, key, chunk_size if backend == "vmap" else 1):
                 start = time.perf_counter()
                 state, found, seen = program.train(chunk, key, eval_data, eval_every, report)
-                seconds = (time.perf_counter() - start) / len(chunk.indices)
-                for lane, index in enumerate(chunk.indices):
+                lanes = {index: lane for lane, index in enumerate(chunk.indices)}  # the last lane may be there twice
+                seconds = (time.perf_counter() - start) / len(lanes)
+                for index, lane in lanes.items():
                     metrics[index] = {
                         **{name: float(column[lane]) for name, column in found.items()},
                         "seconds": seconds,
@@ -113,7 +114,7 @@ def run(
                 history += [
                     {"config": index, "step": step, **{name: float(column[lane]) for name, column in values.items()}}
                     for step, values in seen
-                    for lane, index in enumerate(chunk.indices)
+                    for index, lane in lanes.items()
                 ]
     history.sort(key=lambda row: (row["config"], row["step"]))
     return Results(configs, metrics, states, history)
