@@ -482,7 +482,7 @@ def test_errors() -> None:
         accumulate(grad_fn, 2, nonfinite="skip")
     with pytest.raises(ValueError, match="batch_norm must be 'sequential' or 'pooled', got 'sync'"):
         accumulate(grad_fn, 2, batch_norm="sync")
-    with pytest.raises(ValueError, match="must share one leading axis, got shapes"):
+    with pytest.raises(ValueError, match="must share one leading axis, got lengths"):
         accumulate(grad_fn, 2)(torch.tensor(1.0), {"a": torch.ones(3), "b": torch.ones(4)})
 
 

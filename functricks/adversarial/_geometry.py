@@ -112,7 +112,8 @@ def masked(parts: Named, mask: Tensor | None) -> Named:
 def check_norm(name: str, norm: Any, allowed: tuple[str, ...]) -> None:
     """Raise unless the norm is one of those allowed."""
     if norm not in allowed:
-        raise ValueError(f"{name}: norm must be one of {', '.join(map(repr, allowed))}, got {norm!r}")
+        names = f"{', '.join(map(repr, allowed[:-1]))} or {allowed[-1]!r}"
+        raise ValueError(f"{name}: norm must be {names}, got {norm!r}")
 
 
 def check_steps(name: str, steps: Any) -> None:

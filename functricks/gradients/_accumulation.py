@@ -106,8 +106,8 @@ def _split(batch: Batch, parts: int | None, size: int | None) -> list[list[Batch
     lengths = {leaf.shape[0] for leaf in leaves if leaf.ndim}
     if len(lengths) != 1:
         raise ValueError(
-            f"accumulate: the leaves of the batch must share one leading axis, got shapes "
-            f"{ {path: tuple(leaf.shape) for path, leaf in tree.named_leaves(batch).items()} }"
+            f"accumulate: the leaves of the batch must share one leading axis, got lengths "
+            f"{ {path: leaf.shape[0] for path, leaf in tree.named_leaves(batch).items() if leaf.ndim} }"
         )
     length = lengths.pop()
     count = max(1, min(parts or 1, length)) if size is None else max(1, -(-length // size))
