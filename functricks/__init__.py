@@ -8,9 +8,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from functricks import tree
-from functricks.adversarial import attack, fgm, pgd
+from functricks.adversarial import attack, awp, fgm, free_lb, pgd, r_drop, sam, vat
 from functricks.clipping import adaptive_clip, clip_by_global_norm, clip_by_leaf_norm, clip_by_value
-from functricks.gradients import accumulate, gradient
+from functricks.gradients import (
+    accumulate,
+    bn_momentum_for,
+    clip_per_example,
+    gradient,
+    multi_task,
+    per_example_gradient,
+)
 from functricks.modules import (
     Functional,
     SupervisedCarry,
@@ -26,6 +33,14 @@ from functricks.optimizers import (
     nadam,
     radam,
     sgd,
+)
+from functricks.precision import (
+    LossScale,
+    LossScaleState,
+    autocast,
+    cast,
+    dynamic_loss_scale,
+    static_loss_scale,
 )
 from functricks.training import train_step
 from functricks.transforms import (
@@ -100,6 +115,8 @@ __all__ = [
     "Grads",
     "Loss",
     "LossFn",
+    "LossScale",
+    "LossScaleState",
     "Number",
     "Params",
     "Schedule",
@@ -123,15 +140,22 @@ __all__ = [
     "apply_updates",
     "asgd",
     "attack",
+    "autocast",
     "averaged",
+    "awp",
+    "bn_momentum_for",
+    "cast",
     "centralize",
     "chain",
     "clip_by_global_norm",
     "clip_by_leaf_norm",
     "clip_by_value",
+    "clip_per_example",
+    "dynamic_loss_scale",
     "ema",
     "experiments",
     "fgm",
+    "free_lb",
     "freeze",
     "functional",
     "gradient",
@@ -144,16 +168,20 @@ __all__ = [
     "masked",
     "master_weights",
     "multi_steps",
+    "multi_task",
     "muon",
     "nadam",
     "named_chain",
     "no_decay",
     "partition",
+    "per_example_gradient",
     "pgd",
+    "r_drop",
     "radam",
     "random",
     "rmsprop",
     "rprop",
+    "sam",
     "scale",
     "scale_by_adam",
     "scale_by_learning_rate",
@@ -164,6 +192,7 @@ __all__ = [
     "schedules",
     "sgd",
     "skip_nonfinite",
+    "static_loss_scale",
     "supervised",
     "supervised_carry",
     "swa",
@@ -171,6 +200,7 @@ __all__ = [
     "train_step",
     "tree",
     "update_bn",
+    "vat",
 ]
 
 _NAMESPACES = ("experiments", "losses", "random", "schedules")  # loaded when first asked for: imports stay quick

@@ -133,6 +133,7 @@ class _Call:
         self.read: list[tuple[str, str]] = []  # buffers of which we know that this mode only reads them
         self.written: list[tuple[str, str]] = []  # all others, which may be written to in place
         self.buffer_slots: dict[str, str] = {}  # name -> the slot that its new value is read from
+        self.pooled_slots: dict[str, str] = {}  # the same, for what accumulate puts beside BatchNorm's statistics
         self.rates: dict[str, float] = {}  # of the dropouts that are in training mode
         self.hashes: dict[str, int] = {}
         self.unkeyed: list[str] = []
@@ -149,6 +150,9 @@ class _Call:
         (self.read if isinstance(module, _PureBatchNorm) and not module.training else self.written).extend(buffers)
         for slot, name in buffers:
             self.buffer_slots.setdefault(name, slot)
+            if isinstance(module, _PureBatchNorm) and slot == _join(path, "running_mean"):
+                prefix = name.removesuffix("running_mean")
+                self.pooled_slots.update({f"{prefix}{sibling}": _join(path, sibling) for sibling in _POOLED})
         if isinstance(module, _KeyedDropout) and module.training:
             self.rates[path] = module.p
             self.hashes[path] = zlib.crc32(path.encode())  # not hash(), which differs from process to process
@@ -162,17 +166,22 @@ class _Call:
         key: Tensor | None,
         dropout: Dropout | None,
     ) -> tuple[Any, Buffers]:
-        self._check(params, buffers)
+        pooled = {name: buffer for name, buffer in buffers.items() if name in self.pooled_slots}
+        own = {name: buffer for name, buffer in buffers.items() if name not in pooled} if pooled else buffers
+        self._check(params, own)
         values = {slot: params[name] for slot, name in self.params}
         values.update({slot: buffers[name] for slot, name in self.read})
         if self.written:
             zero = _zero_with_lanes([params, buffers, args, kwargs, key, dropout])
             fresh = {name: _renew(buffers[name], zero) for _, name in self.written}  # one a name: ties stay ties
             values.update({slot: fresh[name] for slot, name in self.written})
+            values.update({self.pooled_slots[name]: _renew(buffer, zero) for name, buffer in pooled.items()})
         if self.rates:
             values.update(self._draws(key, dropout))
         output = functional_call(self.module, values, args, kwargs, tie_weights=False)
-        return output, {name: values[self.buffer_slots[name]] for name in buffers}
+        new = {name: values[self.buffer_slots[name]] for name in own}
+        new.update({name: values.get(self.pooled_slots[name], buffer) for name, buffer in pooled.items()})
+        return output, new
 
     def _check(self, params: dict[str, Tensor], buffers: Buffers) -> None:
         for what, given, expected in (("params", params, self.param_names), ("buffers", buffers, self.buffer_slots)):
@@ -248,6 +257,8 @@ def _purify(module: Any, path: str) -> None:
     kind: Any = type(module)
     if isinstance(module, _BatchNorm) and kind.forward is _BatchNorm.forward:
         module.__class__ = _subtype(_PureBatchNorm, kind)
+        for sibling in _POOLED:
+            module.register_buffer(sibling, None, persistent=False)
     for known, draw in _DRAWS.items():
         if isinstance(module, known) and kind.forward is known.forward:
             module.__class__ = _subtype(_KeyedDropout, kind)
@@ -276,28 +287,77 @@ def _draws_unkeyed(module: Any) -> bool:
     return isinstance(module, nn.RReLU)
 
 
+_POOLED = tuple(f"pooled_{name}" for name in ("count", "mean", "m2", "start_mean", "start_var", "start_batches"))
+
+
 class _PureBatchNorm(_BatchNorm):
     """BatchNorm whose cumulative average reads no tensor, and which takes half precision under ``vmap`` too.
 
     It writes in place to its running statistics, as torch's kernel does: the call gave it fresh ones.
     """
 
+    pooled_count: Tensor | None
+
     def forward(self, input: Tensor) -> Tensor:
         mean, var, count = self.running_mean, self.running_var, self.num_batches_tracked
         if mean is None or var is None:
             return super().forward(input)
         wide = input.to(mean.dtype)  # torch's batching rule refuses mixed dtypes
-        if self.momentum is not None or count is None or not (self.training and self.track_running_stats):
-            return super().forward(wide).to(input.dtype)
+        if self.training and isinstance(self.pooled_count, Tensor):
+            return self._pool(wide).to(input.dtype)
         check: Callable[[Tensor], None] = self._check_input_dim
         check(wide)
-        count.add_(1)
-        batch_mean, batch_var = torch.zeros_like(mean), torch.ones_like(var)  # with momentum 1: those of the batch
-        output = F.batch_norm(wide, batch_mean, batch_var, self.weight, self.bias, True, 1.0, self.eps)
+        tracks = self.training and self.track_running_stats
+        if tracks and count is not None:
+            count.add_(1)
+        if not tracks or count is None or self.momentum is not None:
+            own = self.training and not tracks  # normalise by the batch, and forget its statistics
+            momentum = 0.0 if self.momentum is None else self.momentum
+            return self._apply_to(wide, None if own else mean, None if own else var, momentum).to(input.dtype)
+        output, batch_mean, batch_var = self._normalise(wide)
         factor = 1.0 / count.double()
         for running, new in ((mean, batch_mean), (var, batch_var)):
             running.copy_(factor * new.double() + (1.0 - factor) * running.double())
         return output.to(input.dtype)
+
+    def _normalise(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the output, and the mean and the unbiased variance of the batch."""
+        old: Any = self.running_mean  # with the lanes of everything: what is written in place needs them
+        mean, var = torch.zeros_like(old), torch.ones_like(old)
+        return self._apply_to(input, mean, var, 1.0), mean, var
+
+    def _apply_to(self, input: Tensor, mean: Tensor | None, var: Tensor | None, momentum: float) -> Tensor:
+        affine: Any = (self.weight, self.bias)  # None without affine=True
+        weight, bias = (None if p is None else p.to(input.dtype) for p in affine)
+        return F.batch_norm(input, mean, var, weight, bias, self.training, momentum, self.eps)
+
+    def _pool(self, input: Tensor) -> Tensor:
+        """Merge the batch into those of the window, and take one step from its start: see ``accumulate``.
+
+        Reference: Chan, Golub and LeVeque 1979, "Updating formulae and a pairwise algorithm".
+        """
+        own: Any = self  # whose buffers are all there
+        own._check_input_dim(input)
+        output, batch_mean, batch_var = self._normalise(input)
+        size = input.numel() / batch_mean.numel()
+        total = own.pooled_count + size
+        apart = batch_mean - own.pooled_mean
+        mean = own.pooled_mean + apart * (size / total)
+        m2 = own.pooled_m2 + batch_var * (size - 1) + apart.square() * (own.pooled_count * size / total)
+        factor = own.momentum
+        if isinstance(own.pooled_start_batches, Tensor):
+            batches = own.pooled_start_batches + 1
+            factor = (1.0 / batches.double()).to(mean.dtype) if factor is None else factor
+            own.num_batches_tracked.copy_(batches)
+        for old, new in (
+            (own.running_mean, (1 - factor) * own.pooled_start_mean + factor * mean),
+            (own.running_var, (1 - factor) * own.pooled_start_var + factor * (m2 / (total - 1))),
+            (own.pooled_count, total),
+            (own.pooled_mean, mean),
+            (own.pooled_m2, m2),
+        ):
+            old.copy_(new)
+        return output
 
 
 class _KeyedDropout(_DropoutNd):

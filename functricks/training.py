@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from functricks import tree
+from functricks.precision import LossScale
 from functricks.transforms import apply_updates
+from functricks.transforms.base import check_number
 from functricks.types import Batch, Carry, GradFn, Params, StepInfo, TrainState, TrainStep, Transform
 
 __all__ = ["train_step"]
 
 
-def train_step(grad_fn: GradFn, optimizer: Transform, *, skip_nonfinite: bool = True) -> TrainStep:
+def train_step(
+    grad_fn: GradFn,
+    optimizer: Transform,
+    *,
+    loss_scale: LossScale | None = None,
+    skip_nonfinite: bool = True,
+    freeze_nonfinite: int | Tensor | None = None,
+) -> TrainStep:
     """Make an atomic training step of a gradient function and an optimizer.
 
     gradient (unscaled) -> finite check -> ``optimizer`` (clipping is one of its links) -> apply; or, when a gradient is
     not finite, nothing at all: parameters, optimizer state, carry (buffers, random key) and the step counter, and so
-    the schedule, stay as they were, and ``StepInfo.applied`` says so.
+    the schedule, stay as they were, and ``StepInfo.applied`` says so. Only the loss scale moves on every step.
 
-    Classic: ``zero_grad``, ``backward``, ``unscale_``, ``clip_grad_norm_``, ``step``, ``scheduler.step``, whose order
-    and guards are the caller's task.
+    Classic: ``zero_grad``, ``scale``, ``backward``, ``unscale_``, ``clip_grad_norm_``, ``step``, ``update``,
+    ``scheduler.step``, whose order and guards are the caller's task.
 
     Args:
         grad_fn: from :func:`~functricks.gradient` and its wrappers.
         optimizer: a transform whose updates are added to the parameters.
+        loss_scale: from :func:`~functricks.dynamic_loss_scale`; its state is saved with the rest.
         skip_nonfinite: False applies every step, as a bare PyTorch loop does.
+        freeze_nonfinite: after so many skips in a row the run has diverged, and stays where it is for good.
 
     Returns ``TrainStep(init, update)``: ``init(params, carry=()) -> TrainState`` and
     ``update(state, batch) -> (state, StepInfo)``. Both are pure. Under ``vmap`` each lane skips for itself: a diverged
@@ -37,20 +51,35 @@ def train_step(grad_fn: GradFn, optimizer: Transform, *, skip_nonfinite: bool = 
     >>> state.params, state.step, info.applied
     ({'w': tensor(0.8000)}, tensor(1), tensor(True))
     """
+    if loss_scale is not None and not isinstance(loss_scale, LossScale):
+        raise TypeError(f"train_step: loss_scale must be a LossScale, got {loss_scale!r}")
+    if freeze_nonfinite is not None:
+        check_number("train_step: freeze_nonfinite", freeze_nonfinite, minimum=1)
+        if not skip_nonfinite:
+            raise ValueError("train_step: freeze_nonfinite needs skip_nonfinite")
 
     def init(params: Params, carry: Carry = ()) -> TrainState:
-        return TrainState(torch.zeros((), dtype=torch.int64), params, optimizer.init(params), carry)
+        skips: Any = () if freeze_nonfinite is None else torch.zeros((), dtype=torch.int64)
+        scaling: Any = () if loss_scale is None else loss_scale.init()
+        step = torch.zeros((), dtype=torch.int64)
+        return TrainState(step, params, optimizer.init(params), carry, scaling, skips)
 
     def update(state: TrainState, batch: Batch) -> tuple[TrainState, StepInfo]:
-        found = grad_fn(state.params, batch, state.carry)
+        scale = None if loss_scale is None else state.loss_scale.scale
+        found = grad_fn(state.params, batch, state.carry, scale=scale)
         peak, relative = tree.norm_parts(found.grads)
+        finite = torch.isfinite(peak) & torch.isfinite(relative)
         updates, memory = optimizer.update(found.grads, state.optimizer, state.params)
-        new = TrainState(state.step + 1, apply_updates(state.params, updates), memory, found.carry, state.loss_scale)
-        applied = torch.isfinite(peak) & torch.isfinite(relative)
+        new = TrainState(state.step + 1, apply_updates(state.params, updates), memory, found.carry)
+        applied = finite if skip_nonfinite else torch.ones_like(finite)
+        if freeze_nonfinite is not None:
+            applied = applied & (state.skips < freeze_nonfinite)
         if skip_nonfinite:
-            new = tree.where(applied, new, state)
-        else:
-            applied = torch.ones_like(applied)
+            new = tree.where(applied, new, state._replace(loss_scale=(), skips=()))
+        new = new._replace(
+            loss_scale=() if loss_scale is None else loss_scale.update(state.loss_scale, finite),
+            skips=() if freeze_nonfinite is None else torch.where(applied, 0, state.skips + 1),
+        )
         return new, StepInfo(found.loss, found.weight, peak * relative, applied, found.metrics)
 
     return TrainStep(init, update)

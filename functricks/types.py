@@ -119,13 +119,18 @@ class Transform(NamedTuple):
 
 
 class TrainState(NamedTuple):
-    """Everything that a run remembers, as one pytree of tensors."""
+    """Everything that a run remembers, as one pytree of tensors.
+
+    ``step`` counts the applied updates. ``loss_scale`` is there with a loss scale, ``skips`` (the skipped steps in a
+    row) with ``train_step(freeze_nonfinite=)``.
+    """
 
     step: Tensor
     params: Params
     optimizer: State
     carry: Carry = ()
     loss_scale: State = ()
+    skips: State = ()
 
 
 class StepInfo(NamedTuple):

@@ -26,6 +26,7 @@ MODULES = (
     "clipping",
     "accumulation",
     "adversarial",
+    "pipeline",
     "atomic_step",
     "dropout_batchnorm",
     "whole_recipe",

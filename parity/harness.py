@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from functricks import gradient, losses, train_step
+from functricks import LossScale, gradient, losses, train_step
 from functricks.types import Batch, GradFn, Gradient, Params, StepInfo, Transform
 from parity.tasks import Task
 
@@ -95,6 +95,7 @@ def functional_loop(
     buffers_of: Callable[[Any], dict[str, Tensor]] = lambda carry: {},
     memory: Any = None,
     observe: Callable[[Any, Params, StepInfo], Any] | None = None,
+    loss_scale: LossScale | None = None,
 ) -> Run:
     """Train with :func:`functricks.train_step`.
 
@@ -106,6 +107,7 @@ def functional_loop(
         buffers_of: the buffers in the carry; they are compared too.
         memory: what the loop remembers between steps beside the state.
         observe: ``(memory, params, info) -> memory``, after every step.
+        loss_scale: handed to ``train_step``.
     """
     params = task.start()
     run = Run({**params, **buffers_of(carry)})
@@ -117,7 +119,7 @@ def functional_loop(
 
     state = None
     for batch in task.batches:
-        step = train_step(watched, optimizer if observe is None else optimizer(memory))
+        step = train_step(watched, optimizer if observe is None else optimizer(memory), loss_scale=loss_scale)
         state = step.init(params, carry) if state is None else state
         state, info = step.update(state, batch)
         if observe is not None:

@@ -558,6 +558,13 @@ GRAD_FNS: dict[str, GradFnEntry] = {
         partial(F.pgd, where=_anything, steps=2), {**_EPSILON, "step_size": (0.3, 0.1, 0.5), "scale": (1.0, 4.0, 8.0)}
     ),
     "pgd: global": GradFnEntry(partial(F.pgd, where="*", steps=2, norm="global"), _EPSILON),
+    "free_lb": GradFnEntry(partial(F.free_lb, where=_anything, steps=2), _EPSILON),
+    "sam": GradFnEntry(F.sam, {"rho": (0.5, 0.01, 2.0)}),
+    "awp": GradFnEntry(partial(F.awp, where=_anything), {"gamma": (0.1, 0.01, 0.5)}),
+    "multi_task": GradFnEntry(
+        lambda grad_fn, weight: F.multi_task({"a": grad_fn, "b": grad_fn}, {"a": 1.0, "b": weight}),
+        {"weight": (0.5, 1.0, 2.0)},
+    ),
 }
 
 
@@ -774,8 +781,15 @@ NOT_A_TECHNIQUE: dict[ModuleType, dict[str, str]] = {
     clipping: {},
     optimizers: {},
     averaging: {"averaged": "reads a state", "update_bn": "a loop over batches; test_averaging.py"},
-    gradients: {},
-    adversarial: {},
+    gradients: {
+        "bn_momentum_for": "a number; test_accumulate.py",
+        "clip_per_example": "a maker; its laws are in test_per_example.py",
+        "per_example_gradient": "a maker; its laws are in test_per_example.py",
+    },
+    adversarial: {
+        "r_drop": "a maker; its laws are in test_perturbed_gradients.py",
+        "vat": "needs a model's outputs; its laws are in test_perturbed_gradients.py",
+    },
     losses: {},
     schedules: {
         "Curve": "the base class",
@@ -790,7 +804,9 @@ NOT_A_TECHNIQUE: dict[ModuleType, dict[str, str]] = {
 
 for later in ("precision", "sequences"):  # their names are demanded as soon as the modules are there
     if importlib.util.find_spec(f"functricks.{later}") is not None:
-        NOT_A_TECHNIQUE[importlib.import_module(f"functricks.{later}")] = {}
+        module = importlib.import_module(f"functricks.{later}")
+        wraps = "wraps a loss or a step; its laws are in test_precision.py and test_pipeline.py"
+        NOT_A_TECHNIQUE[module] = dict.fromkeys(module.__all__, wraps) if later == "precision" else {}
 
 
 def registered() -> set[str]:

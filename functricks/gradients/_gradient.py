@@ -1,13 +1,4 @@
-"""From a loss function to its gradient, and from one gradient function to another.
-
-A ``LossFn`` is ``(params, batch) -> Loss``. :func:`gradient` makes a ``GradFn`` of it, ``(params, batch, carry) ->
-Gradient``, and everything else that needs the loss again (on parts of the batch, at other parameters) is a wrapper
-``GradFn -> GradFn``. So ``accumulate(fgm(gradient(loss)), 4)`` is a gradient function like any other.
-
-Three rules hold for all of them. The carry (buffers, random key) goes through every evaluation in the order in which a
-classic loop would have mutated it. A ``Gradient`` carries its weight, so parts add up to the whole. And a loss scale
-enters and leaves inside :func:`gradient`: nobody else ever sees a scaled gradient.
-"""
+"""From a loss function to its gradient."""
 
 from __future__ import annotations
 
@@ -20,7 +11,7 @@ from torch import Tensor
 from functricks import tree
 from functricks.types import Batch, Carry, GradFn, Gradient, Loss, LossFn, Number, Params
 
-__all__ = ["accumulate", "gradient"]
+__all__ = ["gradient"]
 
 Backend = Literal["func", "autograd"]
 
@@ -54,8 +45,9 @@ def gradient(
             checkpointing and DDP-wrapped modules; first order, its result is detached.
 
     The returned ``GradFn`` is ``(params, batch, carry=(), *, scale=None) -> Gradient``. ``scale`` multiplies the loss
-    before differentiation, as float32, and is divided out of the gradient again. A batch of zero weight has a zero
-    gradient. A leaf that the loss does not use has a zero gradient.
+    before differentiation, as float32, and is divided out of the gradient again. Over a weight of zero the sum counts
+    instead of the mean, so a batch without valid elements has a zero gradient and a zero loss. A leaf that the loss
+    does not use has a zero gradient.
 
     Raises ``ValueError`` when the loss is neither a ``Loss`` nor 0-d, when the leaves of the batch differ in length
     under a 0-d loss, and with ``backend="autograd"`` when the result would silently lose a derivative.
@@ -204,95 +196,3 @@ def _check_first_order(*inputs: Any) -> None:
                     f"gradient: {what} {path!r} requires grad, but backend='autograd' returns detached gradients; "
                     "detach it, call under torch.no_grad(), or use backend='func'"
                 )
-
-
-# --- accumulation ----------------------------------------------------------------------------------------------------
-
-
-def accumulate(grad_fn: GradFn, micro_batches: int | None = None, *, micro_batch_size: int | None = None) -> GradFn:
-    r"""Compute the gradient of a batch from its micro-batches: the same numbers, the memory of one micro-batch.
-
-    .. math:: g = \frac{\sum_k w_k g_k}{\sum_k w_k}
-
-    with :math:`w_k` the weight of micro-batch *k* (its valid tokens, class weights, ...), so the result is the whole
-    batch's whatever the split: uneven left-overs, ignored tokens and micro-batches of weight zero included.
-
-    Classic: ``(loss / k).backward()`` for each of *k* micro-batches, then one step; right only if all weigh the same.
-    Reference: the fault is described in https://github.com/huggingface/transformers/pull/34191.
-
-    Args:
-        grad_fn: the gradient function to call on each micro-batch.
-        micro_batches: into how many parts to split the leading axis, as evenly as possible; a batch shorter than that
-        has
-            one row a part.
-        micro_batch_size: instead, how many rows a part has; the last may have fewer.
-
-    The carry goes from one micro-batch to the next; 0-d leaves of the batch go to every one. Metrics are averaged like
-    the loss. Sums are float32 or wider.
-
-    Raises ``ValueError`` unless exactly one of the two sizes is given, and is >= 1.
-
-    >>> import torch
-    >>> grad_fn = gradient(lambda params, x: (params["w"] * x).mean())
-    >>> accumulate(grad_fn, 2)({"w": torch.tensor(1.0)}, torch.tensor([1.0, 4.0, 4.0])).grads["w"]
-    tensor(3.)
-    """
-    if (micro_batches is None) == (micro_batch_size is None):
-        raise ValueError("accumulate: give exactly one of micro_batches and micro_batch_size")
-    given = micro_batches if micro_batch_size is None else micro_batch_size
-    if not isinstance(given, int) or given < 1:
-        raise ValueError(f"accumulate: micro_batches and micro_batch_size must be integers >= 1, got {given!r}")
-
-    def accumulated(params: Params, batch: Batch, carry: Carry = (), *, scale: Number | None = None) -> Gradient:
-        total = None
-        for part in _split(batch, micro_batches, micro_batch_size):
-            one = grad_fn(params, part, carry, scale=scale)
-            carry = one.carry
-            weighted = _weighted(one)
-            total = weighted if total is None else tree.add(total, weighted)
-        assert total is not None
-        return _divided(total, params, carry)
-
-    return accumulated
-
-
-def _split(batch: Batch, parts: int | None, size: int | None) -> list[Batch]:
-    leaves, structure = tree.flatten(batch)
-    lengths = {leaf.shape[0] for leaf in leaves if leaf.ndim}
-    if len(lengths) != 1:
-        raise ValueError(
-            f"accumulate: the leaves of the batch must share one leading axis, got lengths {sorted(lengths)}"
-        )
-    length = lengths.pop()
-    count = max(1, min(parts or 1, length)) if size is None else max(1, -(-length // size))
-    columns = [
-        (leaf,) * count  # a number, which every part needs
-        if not leaf.ndim
-        else torch.tensor_split(leaf, count)
-        if size is None
-        else torch.split(leaf, size)
-        for leaf in leaves
-    ]
-    return [tree.unflatten(structure, row) for row in zip(*columns, strict=True)]
-
-
-class _Sums(NamedTuple):
-    grads: Any
-    loss: Tensor
-    metrics: dict[str, Tensor]
-    weight: Tensor
-
-
-def _weighted(one: Gradient) -> _Sums:
-    def widened(leaf: Tensor) -> Tensor:  # a count, too, has a mean that is no integer
-        return leaf.to(_wide(leaf) if leaf.is_floating_point() else torch.float32)
-
-    wide = tree.map(widened, (one.grads, one.loss, one.metrics))
-    grads, loss, metrics = tree.scale(wide, one.weight)
-    return _Sums(grads, loss, metrics, one.weight)
-
-
-def _divided(total: _Sums, params: Params, carry: Carry) -> Gradient:
-    weight = torch.where(total.weight == 0, 1, total.weight)
-    grads, loss, metrics = tree.scale((total.grads, total.loss, total.metrics), 1 / weight.double())
-    return Gradient(tree.map(lambda leaf, like: leaf.to(like.dtype), grads, params), loss, total.weight, carry, metrics)

@@ -1,0 +1,55 @@
+"""One loop for everything that repeats: a Python loop in eager, a scan where unrolling would cost compile time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functricks import tree
+
+__all__ = ["fold", "repeat"]
+
+_UNROLLED = 2  # a scan of one or two iterations costs more to compile and to run than its body
+
+
+def fold(body: Callable[[Any, Any], Any], state: Any, items: list[Any], *, unroll: bool = False) -> Any:
+    """Return ``body(... body(body(state, items[0]), items[1]) ...)``.
+
+    While compiling, items of equal shapes are stacked and scanned, so that compile time does not grow with their
+    number. The caller runs the first iteration itself, because a scan needs a state that no longer changes its form:
+    under ``vmap``, zeros have no lanes yet.
+
+    Args:
+        body: ``(state, item) -> state``, of the same structure, shapes and dtypes.
+        state: a pytree of tensors.
+        items: pytrees of one structure.
+        unroll: never scan; ``torch.func.grad`` cannot differentiate through a scan.
+    """
+    if unroll or not torch.compiler.is_compiling() or len(items) <= _UNROLLED:
+        for item in items:
+            state = body(state, item)
+        return state
+    columns = [tree.flatten(item)[0] for item in items]
+    return _scan(body, state, [torch.stack(column) for column in zip(*columns, strict=True)], items[0])
+
+
+def repeat(body: Callable[[Any, Tensor], Any], state: Any, times: int, *, first: int = 0, unroll: bool = False) -> Any:
+    """Return ``state`` after ``times`` calls of ``body(state, index)``; ``index`` is a 0-d int64 tensor."""
+    return fold(body, state, list(torch.arange(first, first + times).unbind()), unroll=unroll)
+
+
+def _scan(body: Callable[[Any, Any], Any], state: Any, stacked: list[Tensor], like: Any) -> Any:
+    from torch._higher_order_ops.scan import scan
+
+    leaves, structure = tree.flatten(state)
+    _, item_structure = tree.flatten(like)
+
+    def step(carry: list[Tensor], rows: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+        new = body(tree.unflatten(structure, carry), tree.unflatten(item_structure, rows))
+        # a scan must not return an input unchanged, and needs something to stack
+        return [leaf.clone() for leaf in tree.leaves(new)], rows[0].reshape(-1)[:1].clone()
+
+    return tree.unflatten(structure, scan(step, leaves, stacked)[0])

@@ -1,0 +1,122 @@
+"""The gradient of every example by itself: to look at, or to bound each one's share in the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functricks import tree
+from functricks.gradients._gradient import gradient
+from functricks.transforms.base import check_number
+from functricks.types import Batch, Carry, GradFn, Gradient, LossFn, Number, Params
+
+__all__ = ["clip_per_example", "per_example_gradient"]
+
+
+def per_example_gradient(
+    loss_fn: LossFn, *, has_carry: bool = False, has_metrics: bool = False, chunk_size: int | None = None
+) -> GradFn:
+    r"""Return the function that computes the gradient of every example's own mean loss.
+
+    .. math:: g_i = \nabla_\theta \ell_i(\theta)
+
+    Classic: a backward pass for each example; or Opacus, whose hooks know some kinds of layer.
+    Reference: Goodfellow 2015, arXiv:1510.01799.
+
+    Args:
+        loss_fn: as in :func:`gradient`. It sees one example at a time as a batch of one: the leading axis stays.
+        has_carry: as in :func:`gradient`. Every example starts from the same carry, and the new carry is that of the
+            first; so a key moves on once, and all examples draw the same dropout mask. BatchNorm has no meaning here.
+        has_metrics: as in :func:`gradient`.
+        chunk_size: how many examples at a time, to bound memory; all by default.
+
+    In the :class:`~functricks.Gradient`, ``grads``, ``loss``, ``weight`` and ``metrics`` have a leading axis, the
+    examples.
+
+    >>> import torch
+    >>> grad_fn = per_example_gradient(lambda params, x: (params["w"] * x).mean())
+    >>> grad_fn({"w": torch.tensor(1.0)}, torch.tensor([1.0, 3.0])).grads["w"]
+    tensor([1., 3.])
+    """
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"per_example_gradient: chunk_size must be an integer >= 1, got {chunk_size!r}")
+    grad_fn = gradient(loss_fn, has_carry=has_carry, has_metrics=has_metrics)
+
+    def per_example(params: Params, batch: Batch, carry: Carry = (), *, scale: Number | None = None) -> Gradient:
+        leaves, structure = tree.flatten(batch)
+
+        def one(*rows: Tensor) -> Any:
+            return tuple(grad_fn(params, tree.unflatten(structure, [row[None] for row in rows]), carry, scale=scale))
+
+        found = Gradient(*torch.vmap(one, chunk_size=chunk_size)(*leaves))
+        return found._replace(carry=tree.map(lambda leaf: leaf[0], found.carry) if has_carry else carry)
+
+    return per_example
+
+
+def clip_per_example(
+    loss_fn: LossFn,
+    max_norm: Number,
+    *,
+    has_carry: bool = False,
+    has_metrics: bool = False,
+    chunk_size: int | None = None,
+) -> GradFn:
+    r"""Return the function that averages the examples' gradients after clipping each of them.
+
+    .. math:: g = \frac{\sum_i w_i\, g_i \min(1, c / \lVert g_i \rVert_2)}{\sum_i w_i}
+
+    No example pulls by more than ``max_norm``, in units of its weight: robust to outliers, and with
+    ``add_noise`` the gradient of DP-SGD (where every example must weigh the same).
+
+    Classic: Opacus' ``DPOptimizer``. Reference: Abadi et al. 2016, arXiv:1607.00133.
+
+    Args:
+        loss_fn: as in :func:`per_example_gradient`, like the other arguments.
+        max_norm: :math:`c \ge 0`.
+        has_carry: see :func:`per_example_gradient`.
+        has_metrics: see :func:`per_example_gradient`.
+        chunk_size: see :func:`per_example_gradient`.
+
+    ``metrics["clipped"]`` is the share of the weight that was clipped. All gradients exist at once; to bound memory,
+    wrap it in :func:`accumulate`. An example whose gradient is not finite is passed on, so that the finite check sees
+    it; ``accumulate(..., micro_batch_size=1, nonfinite="drop")`` leaves such examples out.
+
+    >>> import torch
+    >>> grad_fn = clip_per_example(lambda params, x: (params["w"] * x).mean(), 1.0)
+    >>> grad_fn({"w": torch.tensor(1.0)}, torch.tensor([0.5, 30.0])).grads["w"]
+    tensor(0.7500)
+    """
+    check_number("clip_per_example: max_norm", max_norm, minimum=0.0)
+    every = per_example_gradient(loss_fn, has_carry=has_carry, has_metrics=has_metrics, chunk_size=chunk_size)
+
+    def clipped(params: Params, batch: Batch, carry: Carry = (), *, scale: Number | None = None) -> Gradient:
+        found = every(params, batch, carry, scale=scale)
+        factor = torch.vmap(lambda grads: _factor(grads, max_norm))(found.grads)
+        weight = found.weight.sum()
+        share = found.weight / torch.where(weight == 0, 1, weight)
+        # gradient divides by 1 where the weight is 0
+        numerator = torch.where(found.weight == 0, 1, found.weight) / torch.where(weight == 0, 1, weight)
+        grads = tree.map(lambda leaf: _weighted_sum(leaf, numerator * factor), found.grads)
+        metrics = {name: _weighted_sum(value, share) for name, value in found.metrics.items()}
+        metrics["clipped"] = _weighted_sum((factor < 1).to(share.dtype), share)
+        return Gradient(grads, _weighted_sum(found.loss, numerator), weight, found.carry, metrics)
+
+    return clipped
+
+
+def _factor(grads: Any, max_norm: Number) -> Tensor:
+    peak, relative = tree.norm_parts(grads)
+    clips = torch.isfinite(peak) & torch.isfinite(relative) & (peak * relative > max_norm)
+    safe_peak, safe_relative = torch.where(clips, peak, 1.0), torch.where(clips, relative, 1.0)
+    return torch.where(clips, max_norm / safe_peak / safe_relative, 1.0)
+
+
+def _weighted_sum(rows: Tensor, share: Tensor) -> Tensor:
+    """Return the sum over the leading axis; a row of no weight counts for nothing, whatever it holds."""
+    wide = tree.compute_dtype(rows.dtype) if rows.is_floating_point() else torch.float32
+    share = share.view(-1, *[1] * (rows.ndim - 1))
+    total = torch.where(share == 0, 0.0, rows.to(wide) * share.to(wide)).sum(0)
+    return total.to(rows.dtype if rows.is_floating_point() else wide)
