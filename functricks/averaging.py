@@ -129,7 +129,7 @@ def _average(
         check_integer(f"{name}: {what}", value, least)
 
     def init(params: Params) -> AverageState:
-        return AverageState(counter(), counter(), torch.zeros((), dtype=torch.float64), statistic(params))
+        return AverageState(counter(params), counter(params), counter(params).double(), statistic(params))
 
     def observe(values: Params, state: AverageState) -> AverageState:
         tree.check_like(f"{name}: the state and the values", state.average, values)

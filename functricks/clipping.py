@@ -70,7 +70,7 @@ def clip_by_global_norm(
     _check_order(norm_type, classic)
 
     def init(params: Params) -> Empty | ClipByGlobalNormState:
-        return ClipByGlobalNormState(counter()) if error_if_nonfinite else Empty()
+        return ClipByGlobalNormState(counter(params)) if error_if_nonfinite else Empty()
 
     def update(
         grads: Grads, state: Empty | ClipByGlobalNormState, params: Params
@@ -78,8 +78,8 @@ def clip_by_global_norm(
         if not tree.leaves(grads):
             return grads, state
         find = _classic_factor if classic else _factor
-        factor, finite = find(grads, max_norm, float(norm_type))
-        clipped = tree.scale(grads, factor)
+        (first, second), finite = find(grads, max_norm, float(norm_type))
+        clipped = tree.scale(tree.scale(grads, first), second)
         if isinstance(state, ClipByGlobalNormState):
             return clipped, ClipByGlobalNormState(state.nonfinite + ~finite)
         return clipped, state
@@ -92,20 +92,29 @@ def _check_order(norm_type: Any, classic: bool) -> None:
         raise ValueError(f"clip_by_global_norm: norm_type must be >= 1, or inf, got {norm_type!r}")
 
 
-def _factor(grads: Grads, max_norm: Number, order: float) -> tuple[Tensor, Tensor]:
-    """Return what to multiply with, and whether the gradients are finite."""
+_SMALL = 2.0**-100
+
+
+def _factor(grads: Grads, max_norm: Number, order: float) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Return the two factors to multiply with one after the other, and whether the gradients are finite.
+
+    One would do, but for a small bound over a large norm, whose ratio has no place in the leaf's dtype.
+    """
     peak, relative = tree.norm_parts(grads, order)
     length = peak * relative  # may be infinite for finite gradients, which is then more than max_norm, as it should
     finite = torch.isfinite(peak) & torch.isfinite(relative)
     clips = finite & (length > max_norm)
-    safe = torch.where(clips, relative, 1.0)
-    return torch.where(clips, max_norm / torch.where(clips, peak, 1.0) / safe, 1.0), finite
+    inverse = 1.0 / torch.where(clips, peak, 1.0) / torch.where(clips, relative, 1.0)
+    factor = torch.where(clips, max_norm * inverse, 1.0)
+    small = factor < _SMALL
+    return (torch.where(small, _SMALL, factor), torch.where(small, max_norm * (inverse / _SMALL), 1.0)), finite
 
 
-def _classic_factor(grads: Grads, max_norm: Number, order: float) -> tuple[Tensor, Tensor]:
+def _classic_factor(grads: Grads, max_norm: Number, order: float) -> tuple[tuple[Tensor, Tensor], Tensor]:
     norms = [torch.linalg.vector_norm(leaf, order) for leaf in tree.leaves(grads)]
     total = torch.linalg.vector_norm(torch.stack(norms), order)
-    return torch.clamp(max_norm / (total + 1e-6), max=1.0), torch.isfinite(total)
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    return (factor, torch.ones_like(factor)), torch.isfinite(total)
 
 
 def clip_by_leaf_norm(max_norm: Number) -> Transform:
@@ -125,9 +134,9 @@ def clip_by_leaf_norm(max_norm: Number) -> Transform:
     check_number("clip_by_leaf_norm: max_norm", max_norm, minimum=0.0)
 
     def clip(leaf: Tensor, max_norm: Number) -> Tensor:
-        factor, _ = _factor(leaf, max_norm, 2.0)
+        (first, second), _ = _factor(leaf, max_norm, 2.0)
         dtype = tree.compute_dtype(leaf.dtype)
-        return leaf.to(dtype) * factor.to(dtype)
+        return leaf.to(dtype) * first.to(dtype) * second.to(dtype)
 
     return stateless(lambda grads, params: tree.pointwise(clip, grads, coefficients=(max_norm,)))
 

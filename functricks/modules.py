@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 import zlib
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -94,8 +96,11 @@ def functional(model: nn.Module) -> Functional:
     params = {name: p.detach().clone() for name, p in model.named_parameters()}
     buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
     # The private copies hold these tensors in the place of the user's, as placeholders that no call ever reads.
-    memo: dict[int, Any] = {id(p): nn.Parameter(params[name], p.requires_grad) for name, p in model.named_parameters()}
-    memo |= {id(b): buffers[name].detach() for name, b in model.named_buffers()}
+    # Without storage: what reads one all the same, such as an activation checkpoint in the backward pass, fails loudly.
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()
+    }
+    memo |= {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
     names = {id(memo[id(t)]): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
     # One copy a mode: a call then flips no flag, and a module's own train() decides what stays frozen.
     calls = {train: _Call(copy.deepcopy(model, dict(memo)), names, train) for train in (None, True, False)}
@@ -128,6 +133,7 @@ class _Call:
     def __init__(self, module: nn.Module, names: Mapping[int, str], train: bool | None) -> None:
         self.module = module if train is None else module.train(train)
         self.title = type(module).__name__
+        self.turn = threading.RLock()
         # Pairs (slot, name): a shared tensor has one name and several slots.
         self.params: list[tuple[str, str]] = []
         self.read: list[tuple[str, str]] = []  # buffers of which we know that this mode only reads them
@@ -178,7 +184,9 @@ class _Call:
             values.update({self.pooled_slots[name]: _renew(buffer, zero) for name, buffer in pooled.items()})
         if self.rates:
             values.update(self._draws(key, dropout))
-        output = functional_call(self.module, values, args, kwargs, tie_weights=False)
+        # The values sit in the copy while it runs, so that two threads must take turns; a trace has one thread.
+        with nullcontext() if torch.compiler.is_compiling() else self.turn:
+            output = functional_call(self.module, values, args, kwargs, tie_weights=False)
         new = {name: values[self.buffer_slots[name]] for name in own}
         new.update({name: values.get(self.pooled_slots[name], buffer) for name, buffer in pooled.items()})
         return output, new

@@ -10,7 +10,7 @@ from torch import Tensor
 from functricks import tree
 from functricks.precision import LossScale
 from functricks.transforms import apply_updates
-from functricks.transforms.base import check_number
+from functricks.transforms.base import check_number, counter
 from functricks.types import Batch, Carry, GradFn, Params, StepInfo, TrainState, TrainStep, Transform
 
 __all__ = ["train_step"]
@@ -59,9 +59,9 @@ def train_step(
             raise ValueError("train_step: freeze_nonfinite needs skip_nonfinite")
 
     def init(params: Params, carry: Carry = ()) -> TrainState:
-        skips: Any = () if freeze_nonfinite is None else torch.zeros((), dtype=torch.int64)
-        scaling: Any = () if loss_scale is None else loss_scale.init()
-        step = torch.zeros((), dtype=torch.int64)
+        step = counter(params)
+        skips: Any = () if freeze_nonfinite is None else counter(params)
+        scaling: Any = () if loss_scale is None else tree.map(lambda leaf: leaf.to(step.device), loss_scale.init())
         return TrainState(step, params, optimizer.init(params), carry, scaling, skips)
 
     def update(state: TrainState, batch: Batch) -> tuple[TrainState, StepInfo]:

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch._C import _functorch as functorch
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch._functorch.vmap import vmap_increment_nesting
+from torch.autograd import forward_ad
 
 from functricks.types import Number
 
@@ -352,12 +353,17 @@ def label(labels: Any, tree: Tree, *, name: str = "labels") -> dict[str, str]:
 
 def lanes() -> int | None:
     """Return the current ``vmap`` level if it is the only transform and nothing is being traced, else None."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or _is_dual():
         return None
     interpreter: Any = functorch.peek_interpreter_stack()
     if interpreter is None or interpreter.level() != 1 or interpreter.key() != functorch.TransformType.Vmap:
         return None
     return 1
+
+
+def _is_dual() -> bool:
+    """Is forward-mode differentiation on? It sees neither ``requires_grad`` nor ``torch.no_grad``."""
+    return forward_ad._current_level >= 0
 
 
 def below_lanes(value: Any) -> tuple[Any, bool]:
@@ -464,8 +470,8 @@ def _fast_lanes(
 
 def _any_differentiable(columns: Iterable[Iterable[Any]]) -> bool:
     """Would autograd have to see an operation on any of these?"""
-    if not torch.is_grad_enabled():
-        return False
+    if _is_dual() or not torch.is_grad_enabled():
+        return _is_dual()
     return any(isinstance(value, Tensor) and value.requires_grad for column in columns for value in column)
 
 
@@ -673,7 +679,7 @@ def root_ratio(a: Tree, b: Tree, correction: Number, root_correction: Number, ep
         torch._foreach_div_(below, r)
         torch._foreach_add_(below, eps)
         torch._foreach_mul_(below, c)
-        return [torch.div(x, y, out=y) for x, y in zip(a, below, strict=True)]
+        return torch._foreach_div(a, below)
 
     def one(a: Tensor, b: Tensor, c: Number, r: Number, eps: Number) -> Tensor:
         return a / ((sqrt(b) / r + eps) * c)
@@ -801,9 +807,16 @@ def _squares_of_rows(leaves: list[Tensor]) -> Tensor:
     def exactly() -> Tensor:
         return stacked([rows.double().square().sum(1) for rows in leaves])
 
-    if any(rows.dtype != torch.float32 or not _may_look(rows) or rows.shape[1] > 2**16 for rows in leaves):
+    if any(rows.dtype != torch.float32 or not _may_look(rows) or not _block(rows.shape[1]) for rows in leaves):
         return exactly().sum(0)
-    norms = stacked([torch.linalg.vector_norm(rows, dim=1) for rows in leaves])  # ten times as fast as in float64
-    safe = (norms > 1e-15) & (norms < 1e18)  # no square overflowed, and what underflowed does not count
-    squares = norms.double().square()
+    blocks = [rows.reshape(rows.shape[0], -1, _block(rows.shape[1])) for rows in leaves]
+    norms = [torch.linalg.vector_norm(block, dim=2) for block in blocks]  # ten times as fast as in float64
+    squares = stacked([norm.double().square().sum(1) for norm in norms])
+    safe = (squares > 1e-30) & (squares < 1e36)  # no square overflowed, and what underflowed does not count
     return (squares if bool(safe.all()) else torch.where(safe, squares, exactly())).sum(0)
+
+
+def _block(length: int) -> int:
+    """Return how many entries float32 may sum at a time, within a few ulps: a divisor of the length; 0 for none."""
+    block = length if length <= 1024 else math.gcd(length, 1024)
+    return block if block * 64 >= length or block >= 64 else 0

@@ -131,10 +131,15 @@ def _by_func(evaluate: Evaluate, params: Params) -> tuple[Params, _Evaluated]:
     if not tree.leaves(params):
         return params, evaluate(params)[1]
     level = tree.lanes()
-    if level is not None and not torch.is_grad_enabled() and _has_lane(params):
+    if level is not None and not torch.is_grad_enabled() and _has_lane(params) and not _is_inference():
         return _below_lanes(evaluate, params, level)
     grads, done = torch.func.grad(evaluate, has_aux=True)(params)
     return grads, done
+
+
+def _is_inference() -> bool:
+    """Does ordinary autograd record nothing at all, whatever enable_grad says?"""
+    return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
 
 
 def _has_lane(params: Params) -> bool:
@@ -186,6 +191,10 @@ def _check_first_order(*inputs: Any) -> None:
         raise ValueError(
             "gradient: backend='autograd' does not work under vmap, grad and other torch.func transforms; "
             "use backend='func'"
+        )
+    if _is_inference():
+        raise ValueError(
+            "gradient: backend='autograd' records nothing under torch.inference_mode(); use torch.no_grad() instead"
         )
     if not torch.is_grad_enabled():
         return

@@ -113,7 +113,7 @@ def scale_by_nadam(betas: tuple[Number, Number], eps: Number, momentum_decay: Nu
         return double(beta1) * (1.0 - 0.5 * torch.pow(0.96, step * double(momentum_decay)))
 
     def init(params: Params) -> ScaleByNadamState:
-        return ScaleByNadamState(counter(), torch.ones((), dtype=torch.float64), statistic(params), statistic(params))
+        return ScaleByNadamState(counter(params), counter(params).double() + 1, statistic(params), statistic(params))
 
     def update(grads: Grads, state: ScaleByNadamState, params: Params) -> tuple[Updates, ScaleByNadamState]:
         grads = matched("nadam", grads, state.mu)
@@ -189,7 +189,7 @@ def scale_by_radam(betas: tuple[Number, Number], eps: Number) -> Transform:
     beta1, beta2 = betas
 
     def init(params: Params) -> ScaleByRadamState:
-        return ScaleByRadamState(counter(), statistic(params), statistic(params))
+        return ScaleByRadamState(counter(params), statistic(params), statistic(params))
 
     def update(grads: Grads, state: ScaleByRadamState, params: Params) -> tuple[Updates, ScaleByRadamState]:
         grads = matched("radam", grads, state.mu)
@@ -267,7 +267,7 @@ def scale_by_adamax(betas: tuple[Number, Number], eps: Number) -> Transform:
     beta1, beta2 = betas
 
     def init(params: Params) -> ScaleByAdamaxState:
-        return ScaleByAdamaxState(counter(), statistic(params), statistic(params))
+        return ScaleByAdamaxState(counter(params), statistic(params), statistic(params))
 
     def update(grads: Grads, state: ScaleByAdamaxState, params: Params) -> tuple[Updates, ScaleByAdamaxState]:
         grads = matched("adamax", grads, state.mu)

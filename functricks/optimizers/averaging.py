@@ -43,7 +43,7 @@ def step_asgd(lr: Number | Schedule, lambd: Number, alpha: Number, t0: Number) -
     """The step of :func:`asgd`."""
 
     def init(params: Params) -> AsgdState:
-        return AsgdState(counter(), statistic(params))
+        return AsgdState(counter(params), statistic(params))
 
     def update(grads: Grads, state: AsgdState, params: Params) -> tuple[Updates, AsgdState]:
         grads = matched("asgd", grads, state.average)
@@ -131,10 +131,10 @@ def step_schedule_free(
     links = decay(weight_decay, decay_where)
 
     def init(params: Params) -> ScheduleFreeState:
-        zero = torch.zeros((), dtype=torch.float64)
+        zero = counter(params).double()
         beta = torch.as_tensor(beta1, dtype=torch.float64)
         return ScheduleFreeState(
-            counter(), zero, zero.clone(), beta, tree.map(torch.clone, tree.wide(params)), statistic(params)
+            counter(params), zero, zero.clone(), beta, tree.map(torch.clone, tree.wide(params)), statistic(params)
         )
 
     def rate(step: Tensor) -> Tensor:

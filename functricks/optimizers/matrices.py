@@ -52,7 +52,7 @@ def step_adafactor(
         rows = {path: leaf[..., :1].clone() for path, leaf in leaves.items() if leaf.ndim > 1}
         columns = {path: leaf[..., :1, :].clone() for path, leaf in leaves.items() if leaf.ndim > 1}
         squares = {path: leaf for path, leaf in leaves.items() if leaf.ndim < 2}
-        return AdafactorState(counter(), rows, columns, squares)
+        return AdafactorState(counter(params), rows, columns, squares)
 
     def update(grads: Grads, state: AdafactorState, params: Params) -> tuple[Updates, AdafactorState]:
         _check_adafactor(state, grads)

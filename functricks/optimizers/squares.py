@@ -29,7 +29,7 @@ def scale_by_adagrad(lr_decay: Number, initial_accumulator_value: Number, eps: N
 
     def init(params: Params) -> ScaleByAdagradState:
         total = tree.pointwise(torch.add, statistic(params), coefficients=(initial_accumulator_value,))
-        return ScaleByAdagradState(counter(), total)
+        return ScaleByAdagradState(counter(params), total)
 
     def update(grads: Grads, state: ScaleByAdagradState, params: Params) -> tuple[Updates, ScaleByAdagradState]:
         grads = matched("adagrad", grads, state.total)

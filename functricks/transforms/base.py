@@ -91,9 +91,10 @@ def rate_at(lr: Any, step: Tensor) -> Number:
 # --- state -----------------------------------------------------------------------------------------------------------
 
 
-def counter() -> Tensor:
-    """Return a counter at zero."""
-    return torch.zeros((), dtype=torch.int64)
+def counter(params: Params) -> Tensor:
+    """Return a counter at zero, on the device (and in the lanes) of the parameters."""
+    leaves = tree.leaves(params)
+    return leaves[0].new_zeros((), dtype=torch.int64) if leaves else torch.zeros((), dtype=torch.int64)
 
 
 def statistic(params: Params) -> Grads:

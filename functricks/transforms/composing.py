@@ -102,7 +102,7 @@ def skip_nonfinite(transform: Transform) -> Transform:
     _check("skip_nonfinite: transform", transform)
 
     def init(params: Params) -> SkipNonfiniteState:
-        return SkipNonfiniteState(transform.init(params), counter())
+        return SkipNonfiniteState(transform.init(params), counter(params))
 
     def update(grads: Grads, state: SkipNonfiniteState, params: Params) -> tuple[Updates, SkipNonfiniteState]:
         finite = tree.all_finite(grads)

@@ -47,7 +47,7 @@ def trace(momentum: Number, dampening: Number = 0.0, nesterov: bool = False) -> 
     check_number("dampening", dampening)
 
     def init(params: Params) -> TraceState:
-        return TraceState(counter(), statistic(params))
+        return TraceState(counter(params), statistic(params))
 
     def update(grads: Grads, state: TraceState, params: Params) -> tuple[Updates, TraceState]:
         grads = matched("trace", grads, state.trace)
@@ -96,7 +96,9 @@ def scale_by_adam(betas: tuple[Number, Number] = (0.9, 0.999), eps: Number = 1e-
     beta1, beta2 = betas
 
     def init(params: Params) -> ScaleByAdamState:
-        return ScaleByAdamState(counter(), statistic(params), statistic(params), statistic(params) if amsgrad else ())
+        return ScaleByAdamState(
+            counter(params), statistic(params), statistic(params), statistic(params) if amsgrad else ()
+        )
 
     def update(grads: Grads, state: ScaleByAdamState, params: Params) -> tuple[Updates, ScaleByAdamState]:
         grads = matched("scale_by_adam", grads, state.mu)

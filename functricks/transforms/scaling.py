@@ -48,7 +48,7 @@ def scale_by_schedule(schedule: Schedule) -> Transform:
     """
 
     def init(params: Params) -> ScaleByScheduleState:
-        return ScaleByScheduleState(counter())
+        return ScaleByScheduleState(counter(params))
 
     def update(grads: Grads, state: ScaleByScheduleState, params: Params) -> tuple[Updates, ScaleByScheduleState]:
         return tree.scale(tree.wide(grads), schedule(state.step)), ScaleByScheduleState(state.step + 1)
@@ -147,7 +147,7 @@ def add_noise(key: Tensor, eta: Number = 0.01, gamma: Number = 0.55) -> Transfor
     check_number("add_noise: gamma", gamma, minimum=0.0)
 
     def init(params: Params) -> AddNoiseState:
-        return AddNoiseState(counter())
+        return AddNoiseState(counter(params))
 
     def update(grads: Grads, state: AddNoiseState, params: Params) -> tuple[Updates, AddNoiseState]:
         variance = torch.as_tensor(eta, dtype=torch.float64) / (1.0 + state.step.double()) ** gamma

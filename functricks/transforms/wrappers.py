@@ -74,7 +74,7 @@ def multi_steps(transform: Transform, every: int | Tensor) -> MultiSteps:
     check_integer("multi_steps: every", every, 1)
 
     def init(params: Params) -> MultiStepsState:
-        return MultiStepsState(counter(), torch.zeros(()), statistic(params), transform.init(params))
+        return MultiStepsState(counter(params), counter(params).float(), statistic(params), transform.init(params))
 
     def update(found: Grads | Gradient, state: MultiStepsState, params: Params) -> tuple[Updates, MultiStepsState]:
         grads, weight = (found.grads, found.weight) if isinstance(found, Gradient) else (found, 1.0)
@@ -136,7 +136,7 @@ def lookahead(transform: Transform, sync_period: int | Tensor = 5, slow_step_siz
     check_number("lookahead: slow_step_size", slow_step_size, minimum=0.0, maximum=1.0)
 
     def init(params: Params) -> LookaheadState:
-        return LookaheadState(counter(), tree.map(torch.clone, tree.wide(params)), transform.init(params))
+        return LookaheadState(counter(params), tree.map(torch.clone, tree.wide(params)), transform.init(params))
 
     def update(grads: Grads, state: LookaheadState, params: Params) -> tuple[Updates, LookaheadState]:
         tree.check_like("lookahead: the state and the parameters", state.slow, params)
@@ -213,8 +213,8 @@ def _injected(rebuild: Callable[[dict[str, Any]], Transform], live: dict[str, An
         return {name: _value(given, step, None if old is None else old[name]) for name, given in live.items()}
 
     def init(params: Params) -> InjectHyperparamsState:
-        now = values(counter(), None)
-        return InjectHyperparamsState(counter(), now, rebuild(now).init(params))
+        now = values(counter(params), None)
+        return InjectHyperparamsState(counter(params), now, rebuild(now).init(params))
 
     def update(grads: Grads, state: InjectHyperparamsState, params: Params) -> tuple[Updates, InjectHyperparamsState]:
         if list(state.hyperparams) != list(live):
