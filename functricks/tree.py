@@ -679,7 +679,7 @@ def root_ratio(a: Tree, b: Tree, correction: Number, root_correction: Number, ep
         torch._foreach_div_(below, r)
         torch._foreach_add_(below, eps)
         torch._foreach_mul_(below, c)
-        return torch._foreach_div(a, below)
+        return [torch.div(x, y, out=y) for x, y in zip(a, below, strict=True)]
 
     def one(a: Tensor, b: Tensor, c: Number, r: Number, eps: Number) -> Tensor:
         return a / ((sqrt(b) / r + eps) * c)
