@@ -19,8 +19,10 @@ import torch
 
 from functricks import random
 from functricks.cli import main
+from functricks.cli.errors import CommandError
 from functricks.cli.experiment import Plan, make_experiment
 from functricks.cli.model import initial_weights, perceptron
+from functricks.cli.output import staged
 from functricks.cli.summary import METRICS, verdict
 from functricks.cli.techniques import NEUTRAL, TECHNIQUES, parse_arms
 from functricks.experiments import Experiment, Minibatches, minibatches, run
@@ -300,6 +302,15 @@ def refused(arguments: list[str], folder: Path, capsys: pytest.CaptureFixture[st
         (["--epochs", "-1"], "--epochs must be at least 1, got -1"),
         (["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
         (["--batch-size", "55"], "--batch-size 55 is more than the 54 training rows; give at most 54"),
+        (
+            ["--techniques", "accumulation=1000000"],
+            "accumulation=1e+06 is more micro-batches than the 13 rows of a batch",
+        ),
+        (["--techniques", "accumulation=9", "--batch-size", "8"], "give at most 8, or a larger --batch-size"),
+        (["--seeds", "10001"], "--seeds must be at most 10000, got 10001"),
+        (["--threads", "1000000"], f"--threads must be at most {os.cpu_count()}, the number of CPUs"),
+        (["--hidden", "64,65537"], "--hidden: a layer must be at most 65536 wide, got '64,65537'"),
+        (["--hidden", "9" * 5000], "--hidden: a layer must be at most 65536 wide, got '999"),
         (["--threads", "0"], "--threads must be at least 1"),
         (["--hidden", "64,x"], "--hidden must be widths like 64,64 or none, got '64,x'"),
         (["--hidden", "0"], "--hidden must be widths like 64,64 or none"),
@@ -312,7 +323,7 @@ def refused(arguments: list[str], folder: Path, capsys: pytest.CaptureFixture[st
         (["--seeds", "many"], "Invalid value for '--seeds'"),
         (["--frobnicate"], "No such option: --frobnicate; see functricks --help"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
 )
 def test_bad_options(
     options: list[str], line: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -351,6 +362,44 @@ def test_out_that_cannot_be_written_is_found_before_training(
         line = refused(["ablate", str(data), "--out", str(tmp_path / out)], tmp_path, capsys)
         assert "cannot write there" in line
         assert "choose another folder" in line
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_targets_that_are_no_files_are_found_before_training(
+    name: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("functricks.cli.ablate.run", lambda *_, **__: pytest.fail("trained"))
+    (tmp_path / "out" / name).mkdir(parents=True)
+    line = refused(["ablate", str(data), "--out", str(tmp_path / "out")], tmp_path, capsys)
+    assert f"{name} is there and is no regular file; move it away" in line
+
+
+def test_files_move_together_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "b").write_text("old")
+    rename = Path.rename
+
+    def failing(self: Path, target: Path) -> Path:
+        if self.name == "c":
+            raise PermissionError(13, "Permission denied")
+        return rename(self, target)
+
+    def write(renamed: Any = rename) -> None:
+        monkeypatch.setattr(Path, "rename", renamed)
+        with staged(tmp_path, "abc") as stage:
+            for name in "abc":
+                (stage / name).write_text("new")
+
+    with pytest.raises(CommandError, match=r"c cannot be written \(Permission denied\)"):
+        write(failing)
+    assert os.listdir(tmp_path) == ["b"]
+    assert (tmp_path / "b").read_text() == "old"
+    write()
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys("abc", "new")
+
+
+def test_accumulation_counts_are_whole_numbers() -> None:
+    arm = parse_arms("accumulation=1e6")[1]
+    assert arm == ("accumulation 1000000", {"gradient": "accumulate 1000000"})
 
 
 def test_failure_while_writing_leaves_nothing(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

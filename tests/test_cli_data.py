@@ -152,9 +152,27 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     for name in ("data.xlsx", "data"):
         (tmp_path / name).write_text("x")
         refused(tmp_path / name, r"unknown kind of file .*; known: \.csv, \.parquet, \.npz")
-    for name, kind in (("empty.csv", "CSV"), ("broken.parquet", "PARQUET"), ("broken.npz", "NPZ")):
+    for name, kind in (("empty.csv", "CSV"), ("broken.parquet", "PARQUET")):
         (tmp_path / name).write_bytes(b"" if kind == "CSV" else b"nonsense")
         refused(tmp_path / name, rf"cannot be read as {kind}: \S")
+
+
+def test_npz_that_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "broken.npz"
+    for content in (b"", b"nonsense", b"\x80\x04N."):
+        path.write_bytes(content)
+        refused(path, r"broken\.npz: is not a readable NPZ file: it is no archive of arrays as numpy\.savez writes it$")
+    np.save(tmp_path / "one.npy", np.zeros(3))
+    (tmp_path / "one.npy").rename(path)
+    refused(path, "is not a readable NPZ file: it is no archive")
+    np.savez(path, x=np.zeros((ROWS, 2)))
+    path.write_bytes(path.read_bytes()[:200])
+    refused(path, "is not a readable NPZ file: ")
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_tables_without_rows(tmp_path: Path, suffix: str) -> None:
+    refused(saved(tmp_path, table().head(0), suffix), "has column names but no rows; at least 10 are needed")
 
 
 def test_npz_with_other_arrays_or_shapes(tmp_path: Path) -> None:
@@ -166,7 +184,7 @@ def test_npz_with_other_arrays_or_shapes(tmp_path: Path) -> None:
     np.savez(path, x=np.full((ROWS, 2), "a"), y=np.arange(ROWS) % 2)
     refused(path, r"x holds <U1; encode it as real numbers")
     np.savez(path, x=np.array([[None]] * ROWS), y=np.arange(ROWS) % 2)
-    refused(path, "cannot be read as NPZ: Object arrays")
+    refused(path, "is not a readable NPZ file: Object arrays")
 
 
 def test_non_numeric_feature_is_named(tmp_path: Path) -> None:

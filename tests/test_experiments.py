@@ -121,6 +121,19 @@ def test_numbers_share_a_program_and_structure_does_not() -> None:
     assert group(configs)[0].numbers["lr"].dtype == torch.float64
 
 
+def test_numbers_of_numpy_are_numbers() -> None:
+    values = [numpy.float32(0.5), 1, numpy.int64(2), 0.25]
+    (one,) = group([{"lr": lr, "seed": seed} for lr, seed in zip(values, numpy.arange(4), strict=True)])
+    assert one.static == {}
+    assert one.numbers["lr"].dtype == torch.float32
+    assert one.numbers["lr"].tolist() == [0.5, 1, 2, 0.25]
+    assert one.numbers["seed"].dtype == torch.int64
+    assert group([{"a": numpy.int64(3)}])[0].numbers["a"].dtype == torch.int64
+    assert group([{"a": numpy.bool_(True)}])[0].static == {"a": numpy.bool_(True)}
+    (one,) = group([{"a": numpy.float64(0.5)}, {"a": torch.tensor(1.0)}])
+    assert one.numbers["a"].dtype == torch.float32
+
+
 def test_zero_and_false_are_different_structures() -> None:
     assert len(group([{"a": False}, {"a": 0}, {"a": None}, {}])) == 4
 
@@ -131,6 +144,15 @@ def test_zero_and_false_are_different_structures() -> None:
         (lambda: grid(lr=[]), ValueError, "lr has no values; give at least one"),
         (lambda: zipped(a=[1, 2], b=[1, 2, 3]), ValueError, "zipped: every axis needs 3 values or one, got {'a': 2}"),
         (lambda: group([{"a": [1]}]), TypeError, r"run: a=\[1\] is neither a number nor hashable"),
+        (lambda: group([{"a": ([1],)}]), TypeError, r"run: a=\(\[1\],\) is neither a number nor hashable"),
+        (lambda: group([{"seed": "1"}]), ValueError, r"run: seed must be an int in \[0, 2\*\*32\) .* got '1' in"),
+        (lambda: group([{"seed": None}]), ValueError, "run: seed must be an int in .* got None in configuration 0"),
+        (lambda: group([{"seed": 0}, {"seed": True}]), ValueError, "run: seed must .* got True in configuration 1"),
+        (lambda: group([{"seed": numpy.bool_(True)}]), ValueError, "run: seed must be an int in .* got "),
+        (lambda: group([{"seed": 0.5}]), ValueError, "run: seed must be an int in .* got 0.5"),
+        (lambda: group([{"seed": torch.ones(2)}]), ValueError, "run: seed must be an int .* 0-d integer tensor, got"),
+        (lambda: group([{"seed": -1}]), ValueError, "run: seed must be an int in .* got -1"),
+        (lambda: group([{"seed": 2**32}]), ValueError, "run: seed must be an int in .* got 4294967296"),
         (lambda: group([3]), TypeError, "run: configuration 0 must be a dict, got 3"),  # type: ignore[list-item]
     ],
 )
@@ -176,8 +198,11 @@ def test_blocks_are_the_epoch_cut_anywhere(rows: int, size: int, most: int, drop
         ({"data": {}, "batch_size": 1, "epochs": 1}, "leaves of data must share one leading axis, got {}"),
         ({"data": (torch.ones(2), torch.ones(3)), "batch_size": 1, "epochs": 1}, "must share one leading axis"),
         ({"data": torch.tensor(1.0), "batch_size": 1, "epochs": 1}, "must share one leading axis"),
-        ({"batch_size": 0, "epochs": 1}, "batch_size must be from 1 to the number of rows, 4, got 0"),
-        ({"batch_size": 5, "epochs": 1}, "batch_size must be from 1 to the number of rows, 4, got 5"),
+        ({"batch_size": 0, "epochs": 1}, "batch_size must be an integer from 1 to the number of rows, 4, got 0"),
+        ({"batch_size": 5, "epochs": 1}, "batch_size must be an integer from 1 to the number of rows, 4, got 5"),
+        ({"batch_size": 2.5, "epochs": 1}, "batch_size must be an integer from 1 to the number of rows, 4, got 2.5"),
+        ({"batch_size": True, "epochs": 1}, "batch_size must be an integer from 1 to the number of rows, 4, got True"),
+        ({"batch_size": 2, "steps": 1.5}, "give either steps or epochs, an integer >= 1, got 1.5"),
         ({"batch_size": 2}, "give either steps or epochs, an integer >= 1, got None and None"),
         ({"batch_size": 2, "steps": 1, "epochs": 1}, "give either steps or epochs"),
         ({"batch_size": 2, "steps": 0}, "give either steps or epochs, an integer >= 1, got 0"),
@@ -187,6 +212,14 @@ def test_blocks_are_the_epoch_cut_anywhere(rows: int, size: int, most: int, drop
 def test_bad_minibatches(arguments: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         minibatches(**{"data": torch.ones(4), **arguments})
+
+
+def test_minibatches_take_integers_of_numpy() -> None:
+    data = torch.ones(4)
+    assert minibatches(data, numpy.int64(2), epochs=numpy.int32(3)).total_steps == 6  # type: ignore[arg-type]
+    plan = minibatches(data, 2, steps=numpy.int64(3))  # type: ignore[arg-type]
+    assert type(plan.total_steps) is int
+    assert plan.total_steps == 3
 
 
 # --- run -------------------------------------------------------------------------------------------------------------
@@ -344,11 +377,30 @@ def test_progress_counts_lane_steps(capsys: pytest.CaptureFixture[str]) -> None:
         ({"chunk_size": 0}, "run: chunk_size must be 'auto' or an integer >= 1, got 0"),
         ({"chunk_size": "big"}, "run: chunk_size must be 'auto' or an integer >= 1, got 'big'"),
         ({"eval_every": 0}, "run: eval_every must be an integer >= 1, got 0"),
+        ({"configs": grid(lr=[0.1], seconds=1)}, "run: a setting must not be named 'seconds'"),
     ],
 )
 def test_bad_runs(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         run(**{"experiment": linear_experiment(), "configs": grid(lr=[0.1]), "batches": [], "key": KEY, **options})
+
+
+@pytest.mark.parametrize("backend", ["vmap", "loop"])
+@pytest.mark.parametrize(
+    ("metrics", "error", "match"),
+    [
+        ({"loss": 0.5}, TypeError, "run: evaluate: metric 'loss' must be a 0-d tensor, got float"),
+        ({"loss": torch.ones(3)}, ValueError, r"run: evaluate: metric 'loss' must be a 0-d tensor, got shape \[3\]"),
+        ((torch.ones(()),), TypeError, "run: evaluate must return a dict of 0-d tensors, got tuple"),
+        ({"lr": torch.ones(())}, ValueError, "run: evaluate: metric 'lr' has the name of a setting"),
+        ({"name": torch.ones(())}, ValueError, "run: evaluate: metric 'name' has the name of a setting"),
+        ({"seconds": torch.ones(())}, ValueError, "run: evaluate: a metric must not be named 'seconds'"),
+    ],
+)
+def test_bad_metrics(backend: Any, metrics: Any, error: type[Exception], match: str) -> None:
+    experiment = linear_experiment()._replace(evaluate=lambda config, state, data: metrics)
+    with pytest.raises(error, match=match):
+        run(experiment, grid(lr=[0.1, 0.2], name="a"), [], key=KEY, backend=backend)
 
 
 def test_a_diverged_configuration_keeps_to_itself() -> None:
@@ -467,6 +519,44 @@ def test_compare_pairs_only_what_both_have() -> None:
     _, other = made_up(values).compare(to={"lr": 0.1}, metric="accuracy")
     assert other.pairs == 1
     assert other.difference.mean == 3.0
+
+
+def test_compare_takes_the_first_metric() -> None:
+    results = Results([{"lr": 0.1}, {"lr": 0.2}], [{"loss": 1.0, "other": 7.0}, {"loss": 3.0, "other": 7.0}], [])
+    assert results.compare(to={"lr": 0.1}, by="seed") == results.compare(to={"lr": 0.1}, metric="loss")
+    assert results.plot(to={"lr": 0.1}).axes[0].get_xlabel().startswith("loss: ")
+    with pytest.raises(ValueError, match="Results: there are no metrics"):
+        Results([], [], []).compare(to={})
+
+
+def test_compare_takes_tensors_by_value() -> None:
+    configs = [
+        {"lr": torch.tensor(lr), "betas": torch.tensor(betas), "mixed": (torch.tensor(1), "a"), "seed": seed}
+        for lr in (0.5, 0.25)
+        for betas in ([0.5, 0.25], [0.0, 0.0])
+        for seed in (torch.tensor(0), torch.tensor(1))
+    ]
+    results = Results(configs, [{"loss": float(i)} for i in range(8)], [])
+    found = results.compare(to={"lr": 0.5, "betas": torch.tensor([0.5, 0.25])})
+    assert [one.pairs for one in found] == [2] * 4
+    assert [one.difference.mean for one in found] == [0, 2, 4, 6]
+    assert found[0].config == {"lr": 0.5, "betas": (0.5, 0.25), "mixed": (1, "a")}
+    results.plot(to=found[0].config)
+    with pytest.raises(ValueError, match="compare: configuration 1 is there twice"):
+        Results(configs[:1] * 2, [{"loss": 0.0}] * 2, []).compare(to={})
+
+
+def test_bad_results() -> None:
+    configs = [{"lr": 0.1}, {"lr": 0.2}]
+    with pytest.raises(ValueError, match="Results: configuration 1: 'lr' names a setting and a metric"):
+        Results(configs, [{"loss": 1.0}, {"lr": 1.0}], [])
+    uneven = Results(configs, [{"loss": 1.0}, {"accuracy": 1.0}], [])
+    with pytest.raises(ValueError, match="Results: configuration 1 lacks metric 'loss'; it has: accuracy"):
+        uneven.best("loss")
+    with pytest.raises(ValueError, match="Results: configuration 0 lacks metric 'accuracy'; it has: loss"):
+        uneven.compare(to={"lr": 0.1}, metric="accuracy")
+    with pytest.raises(ValueError, match="best: mode must be 'max' or 'min', got 'maximum'"):
+        made_up({(0.1, 0): 1.0}).best("accuracy", mode="maximum")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,6 +35,9 @@ __all__ = ["Options", "ablate", "list_techniques"]
 _BATCH_SIZE = 64
 _KEY = 0
 _WIDTH = 100  # of a table that goes to a file
+_FILES = ("results.csv", "results.json", "plot.png")
+_MOST_SEEDS = 10_000
+_WIDEST = 2**16  # hidden layer
 
 
 class Options(NamedTuple):
@@ -62,8 +66,10 @@ def ablate(options: Options) -> None:
     data = load(options.data, options.target, options.drop)
     parts = split(data)
     batches = _batches(options, parts)
+    if options.techniques is not None:  # by default, a batch smaller than the micro-batches is split into single rows
+        _check_accumulation(arms, batches.batch_size)
     notes = Console(stderr=True, quiet=options.quiet, soft_wrap=True, highlight=False)
-    with staged(options.out) as stage:
+    with staged(options.out, _FILES) as stage:
         notes.print(_describe(data, parts, len(arms), options.seeds, batches), markup=False)
         results = _train(options, hidden, arms, parts, batches, notes)
         rows = summarise(results, arms)
@@ -90,6 +96,13 @@ def _check(options: Options) -> tuple[int, ...]:
     for name, value in counts.items():
         if value is not None and value < 1:
             raise CommandError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    limits = {
+        "seeds": (_MOST_SEEDS, ""),
+        "threads": (os.cpu_count() or 1, ", the number of CPUs of this machine"),
+    }
+    for name, (most, what) in limits.items():
+        if counts[name] > most:
+            raise CommandError(f"--{name} must be at most {most}{what}, got {counts[name]}")
     if not (options.lr > 0 and math.isfinite(options.lr)):
         raise CommandError(f"--lr must be a number above 0, got {options.lr:g}")
     if not (options.epsilon >= 0 and math.isfinite(options.epsilon)):
@@ -97,9 +110,21 @@ def _check(options: Options) -> tuple[int, ...]:
     if options.hidden.strip().lower() in ("none", ""):
         return ()
     widths = [width.strip() for width in options.hidden.split(",")]
-    if not all(width.isdecimal() and int(width) > 0 for width in widths):
+    if not all(width.isdecimal() and width.strip("0") for width in widths):
         raise CommandError(f"--hidden must be widths like 64,64 or none, got {options.hidden!r}")
+    if any(len(width.lstrip("0")) > len(str(_WIDEST)) or int(width) > _WIDEST for width in widths):
+        raise CommandError(f"--hidden: a layer must be at most {_WIDEST} wide, got {options.hidden[:40]!r}")
     return tuple(int(width) for width in widths)
+
+
+def _check_accumulation(arms: list[Arm], batch_size: int) -> None:
+    for arm in arms:
+        kind, _, parts = str(arm.settings.get("gradient", "")).partition(" ")
+        if kind == "accumulate" and int(parts) > batch_size:
+            raise CommandError(
+                f"accumulation={float(parts):g} is more micro-batches than the {batch_size} rows of a batch; "
+                f"give at most {batch_size}, or a larger --batch-size"
+            )
 
 
 def _batches(options: Options, parts: Split) -> Minibatches:

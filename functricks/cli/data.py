@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zipfile
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -76,6 +77,8 @@ def _from_table(path: Path, suffix: str, target: str | None, drop: Sequence[str]
         raise CommandError(f"{path}: cannot be read as {suffix[1:].upper()}: {_first_line(error)}") from error
     if suffix == ".csv":
         _check_header(path, table.columns)
+    if table.columns and not table.height:
+        raise CommandError(f"{path}: has column names but no rows; at least {MIN_ROWS} are needed")
     chosen = _choose_target(path, table.columns, target)
     columns = {}
     for name in table.columns:
@@ -117,10 +120,12 @@ def _is_float(text: str) -> bool:
 
 def _from_npz(path: Path, target: str | None) -> tuple[Columns, str]:
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
     except Exception as error:  # a broken zip, a pickle, a wrong header: numpy raises half a dozen kinds
-        raise CommandError(f"{path}: cannot be read as NPZ: {_first_line(error)}") from error
+        other = not isinstance(error, OSError) and not zipfile.is_zipfile(path)
+        reason = "it is no archive of arrays as numpy.savez writes it" if other else _first_line(error)
+        raise CommandError(f"{path}: is not a readable NPZ file: {reason}") from error
     x_name = _named(arrays, ("x", "data", "features"))
     y_name = target if target is not None else _named(arrays, ("y", *TARGET_NAMES))
     if x_name is None or y_name is None or y_name not in arrays:

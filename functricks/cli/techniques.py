@@ -100,7 +100,8 @@ def _arm(item: str) -> Arm:
     technique = _find(name.strip())
     strength = technique.strength if "=" not in item else _strength(technique, value.strip())
     if technique.setting == "gradient":
-        return Arm(f"{technique.name} {strength:g}", {"gradient": f"accumulate {strength:g}"})
+        parts = int(strength)
+        return Arm(f"{technique.name} {parts}", {"gradient": f"accumulate {parts}"})
     return Arm(f"{technique.name} {strength:g}", {technique.setting: strength, "gradient": technique.gradient})
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from functricks import random, tree
+from functricks.experiments.configs import is_integer
 
 __all__ = ["Minibatches", "minibatches"]
 
@@ -95,13 +96,15 @@ def minibatches(
     if not lengths or len(set(lengths.values())) != 1 or () in lengths.values():
         raise ValueError(f"minibatches: the leaves of data must share one leading axis, got {lengths}")
     length = next(iter(lengths.values()))[0]
-    if not 1 <= batch_size <= length:
-        raise ValueError(f"minibatches: batch_size must be from 1 to the number of rows, {length}, got {batch_size}")
+    if not is_integer(batch_size) or not 1 <= batch_size <= length:
+        raise ValueError(
+            f"minibatches: batch_size must be an integer from 1 to the number of rows, {length}, got {batch_size!r}"
+        )
     if order not in ("shared", "per-lane"):
         raise ValueError(f"minibatches: order must be 'shared' or 'per-lane', got {order!r}")
     given = steps if epochs is None else epochs
-    if (steps is None) == (epochs is None) or not isinstance(given, int) or given < 1:
+    if (steps is None) == (epochs is None) or given is None or not is_integer(given) or given < 1:
         raise ValueError(f"minibatches: give either steps or epochs, an integer >= 1, got {steps!r} and {epochs!r}")
-    plan = Minibatches(data, batch_size, 0, order, drop_last)
-    total = given if epochs is None else given * plan.steps_per_epoch
-    return Minibatches(data, batch_size, total, order, drop_last)
+    plan = Minibatches(data, int(batch_size), 0, order, drop_last)
+    total = int(given) if epochs is None else int(given) * plan.steps_per_epoch
+    return replace(plan, total_steps=total)

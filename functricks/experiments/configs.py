@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import product
+from numbers import Integral, Real
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-__all__ = ["Config", "Group", "grid", "group", "zipped"]
+__all__ = ["Config", "Group", "grid", "group", "is_integer", "zipped"]
 
 Config: TypeAlias = dict[str, Any]
 
@@ -62,17 +63,36 @@ def group(configs: Sequence[Config]) -> list[Group]:
     """Sort configurations by their structure, in the order in which each structure first appears.
 
     Floats become tensors of the default dtype, ints int64; an int among floats of the same name counts as a float.
+    NumPy's numbers count as floats and ints. A ``seed`` must be an int in [0, 2**32) or a 0-d integer tensor.
     """
     found: dict[Hashable, list[int]] = {}
     for index, config in enumerate(configs):
         if not isinstance(config, dict):
             raise TypeError(f"run: configuration {index} must be a dict, got {config!r}")
+        if "seed" in config:
+            _check_seed(index, config["seed"])
         found.setdefault(_structure(config), []).append(index)
     return [_stack(indices, [configs[i] for i in indices]) for indices in found.values()]
 
 
+def is_integer(value: Any) -> bool:
+    """Return whether a value is a Python or NumPy integer and no bool."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
+    return isinstance(value, (Real, Tensor)) and not isinstance(value, bool)
+
+
+def _check_seed(index: int, seed: Any) -> None:
+    if isinstance(seed, Tensor):
+        fits = seed.ndim == 0 and not (seed.is_floating_point() or seed.is_complex() or seed.dtype == torch.bool)
+    else:
+        fits = is_integer(seed) and 0 <= seed < 2**32
+    if not fits:
+        raise ValueError(
+            f"run: seed must be an int in [0, 2**32) or a 0-d integer tensor, got {seed!r} in configuration {index}"
+        )
 
 
 def _structure(config: Config) -> Hashable:
@@ -81,10 +101,14 @@ def _structure(config: Config) -> Hashable:
     for name, value in sorted(config.items()):
         if _is_number(value):
             parts.append((name, tuple(value.shape) if isinstance(value, Tensor) else ()))
-        elif isinstance(value, Hashable):
-            parts.append((name, type(value), value))
         else:
-            raise TypeError(f"run: {name}={value!r} is neither a number nor hashable; pass a tuple or a string")
+            try:
+                hash(value)
+            except TypeError as error:
+                raise TypeError(
+                    f"run: {name}={value!r} is neither a number nor hashable; pass a tuple of hashables or a string"
+                ) from error
+            parts.append((name, type(value), value))
     return tuple(parts)
 
 
@@ -95,7 +119,15 @@ def _stack(indices: list[int], configs: list[Config]) -> Group:
 
 
 def _column(values: list[Any]) -> Tensor:
-    if any(isinstance(value, Tensor) for value in values):
-        return torch.stack([torch.as_tensor(value) for value in values])
-    floats = any(isinstance(value, float) for value in values)
-    return torch.tensor(values, dtype=torch.get_default_dtype() if floats else torch.int64)
+    plain = [_python(value) for value in values]
+    if any(isinstance(value, Tensor) for value in plain):
+        return torch.stack([torch.as_tensor(value) for value in plain])
+    floats = any(isinstance(value, float) for value in plain)
+    return torch.tensor(plain, dtype=torch.get_default_dtype() if floats else torch.int64)
+
+
+def _python(value: Any) -> Any:
+    """Return a number of NumPy or Python as an int or a float, a tensor as it is."""
+    if isinstance(value, Tensor):
+        return value
+    return int(value) if is_integer(value) else float(value)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from functricks import tree
 from functricks.experiments.configs import Config
@@ -89,6 +90,12 @@ class Results:
         self.configs = list(configs)
         self.metrics = list(metrics)
         self.history = list(history)
+        for index, (config, found) in enumerate(zip(self.configs, self.metrics, strict=True)):
+            if both := [name for name in config if name in found]:
+                raise ValueError(
+                    f"Results: configuration {index}: {', '.join(map(repr, both))} names a setting and a metric; "
+                    "rename one of them"
+                )
         self._states = list(states)
 
     @property
@@ -116,10 +123,12 @@ class Results:
     def best(self, metric: str, *, mode: Literal["max", "min"] = "max") -> dict[str, Any]:
         """Return the row with the best value of ``metric``; NaN never wins."""
         self._check_metric(metric)
+        if mode not in ("max", "min"):
+            raise ValueError(f"best: mode must be 'max' or 'min', got {mode!r}")
         sign = 1 if mode == "max" else -1
         return max(self.rows, key=lambda row: -math.inf if math.isnan(row[metric]) else sign * row[metric])
 
-    def compare(self, *, to: Config, metric: str, by: str = "seed") -> list[Comparison]:
+    def compare(self, *, to: Config, metric: str | None = None, by: str = "seed") -> list[Comparison]:
         """Compare every configuration with the baseline, paired by seed.
 
         The same seed means the same initial weights, batches and masks, so that the difference of a pair is the effect
@@ -127,12 +136,15 @@ class Results:
 
         Args:
             to: the baseline: the settings that single it out.
-            metric: which metric.
+            metric: which metric; without it, the first that ``evaluate`` returned.
             by: the setting that pairs runs.
+
+        Settings that are tensors are compared by value, and appear as numbers (0-d) or tuples in the result.
 
         Raises ``ValueError`` when ``to`` fits no configuration, or several.
         """
-        self._check_metric(metric)
+        metric = self._check_metric(metric)
+        to = {name: _plain(value) for name, value in to.items()}
         groups = self._groups(by)
         fits = [settings for settings, _ in groups if all(settings.get(name) == value for name, value in to.items())]
         if len(fits) != 1:
@@ -162,17 +174,20 @@ class Results:
             writer.writerows(self.rows)
         part.replace(target)
 
-    def plot(self, metric: str, *, to: Config, by: str = "seed", labels: Sequence[str] | None = None) -> Any:
+    def plot(
+        self, metric: str | None = None, *, to: Config, by: str = "seed", labels: Sequence[str] | None = None
+    ) -> Any:
         """Draw a forest plot of the paired differences to a baseline; returns the matplotlib figure.
 
         Args:
-            metric: which metric.
+            metric: which metric; without it, the first that ``evaluate`` returned.
             to: the baseline, as in :meth:`compare`.
             by: the setting that pairs runs.
             labels: a name for every configuration that :meth:`compare` returns, instead of its settings.
         """
         from matplotlib.figure import Figure
 
+        metric = self._check_metric(metric)
         found = self.compare(to=to, metric=metric, by=by)
         names = list(labels) if labels is not None else [_describe(one.config, found) for one in found]
         figure = Figure(figsize=(7, 1.2 + 0.32 * len(found)), layout="constrained")
@@ -195,20 +210,44 @@ class Results:
         """Return the configurations without ``by``, each with ``{value of by: row}``."""
         found: list[tuple[Config, dict[Any, int]]] = []
         for index, config in enumerate(self.configs):
-            settings = {name: value for name, value in config.items() if name != by}
+            settings = {name: _plain(value) for name, value in config.items() if name != by}
+            own = _plain(config.get(by))
             members = next((members for known, members in found if known == settings), None)
             if members is None:
                 members = {}
                 found.append((settings, members))
-            if config.get(by) in members:
+            if own in members:
                 raise ValueError(f"compare: configuration {index} is there twice: {config}")
-            members[config.get(by)] = index
+            members[own] = index
         return found
 
-    def _check_metric(self, metric: str) -> None:
+    def _check_metric(self, metric: str | None) -> str:
+        """Return the metric, by default the first, once every configuration has it."""
         have = list(self.metrics[0]) if self.metrics else []
-        if metric not in have:
+        if metric is None:
+            if not have:
+                raise ValueError("Results: there are no metrics")
+            metric = have[0]
+        lacking = [index for index, found in enumerate(self.metrics) if metric not in found]
+        if not have or len(lacking) == len(self.metrics):
             raise ValueError(f"Results: no metric {metric!r}; have: {', '.join(have)}")
+        if lacking:
+            first = lacking[0]
+            raise ValueError(
+                f"Results: configuration {first} lacks metric {metric!r}; it has: {', '.join(self.metrics[first])}"
+            )
+        return metric
+
+
+def _plain(value: Any) -> Any:
+    """Return a tensor, alone or in tuples, as numbers in tuples: what can be compared and hashed by value."""
+    if isinstance(value, Tensor):
+        return _tuples(value.tolist())
+    return tuple(_plain(item) for item in value) if type(value) is tuple else value
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
 
 
 def _describe(config: Config, found: Sequence[Comparison]) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from functricks import random, tree
 from functricks.experiments.batches import Minibatches
-from functricks.experiments.configs import Config, Group, group
+from functricks.experiments.configs import Config, Group, group, is_integer
 from functricks.experiments.results import Results
 from functricks.types import Batch, State
 
@@ -26,6 +26,7 @@ Progress = Callable[[int, int], None]
 _CHUNK_BYTES = 8 * 2**20  # of state a chunk: 64 lanes of a small MLP with AdamW, the fastest count measured
 _MIN_LANES = 8
 _STEPS_PER_CALL = 50  # steps in one compiled scan
+_SECONDS = "seconds"  # the metric that run adds
 
 
 class Experiment(NamedTuple):
@@ -75,7 +76,8 @@ def run(
 
     Gradients are computed under ``torch.no_grad()``: nothing here is differentiated through.
 
-    Every row gets the metrics of ``evaluate``, and ``seconds``: its share of the time of its chunk.
+    Every row gets the metrics of ``evaluate``, and ``seconds``: its share of the time of its chunk. A metric must not
+    have the name of a setting, nor either be named ``seconds``: that raises ``ValueError``.
 
     >>> from functricks import TrainState
     >>> from functricks.experiments import grid
@@ -88,8 +90,8 @@ def run(
     >>> [round(row["loss"], 4) for row in results]
     [0.4096, 0.0]
     """
-    _check(configs, eval_every, chunk_size, backend)
     groups = group(configs)
+    _check(configs, eval_every, chunk_size, backend)
     if not isinstance(batches, Minibatches):
         batches = list(batches)
     metrics: list[dict[str, float]] = [{} for _ in configs]
@@ -108,7 +110,7 @@ def run(
                 for index, lane in lanes.items():
                     metrics[index] = {
                         **{name: float(column[lane]) for name, column in found.items()},
-                        "seconds": seconds,
+                        _SECONDS: seconds,
                     }
                     states[index] = (state, lane)
                 history += [
@@ -125,10 +127,12 @@ def _check(configs: Sequence[Config], eval_every: Any, chunk_size: Any, backend:
         raise ValueError("run: no configurations; pass e.g. grid(lr=[1e-3, 1e-2], seed=range(8))")
     if backend not in ("vmap", "loop"):
         raise ValueError(f"run: backend must be 'vmap' or 'loop', got {backend!r}")
-    if chunk_size != "auto" and (not isinstance(chunk_size, int) or chunk_size < 1):
+    if chunk_size != "auto" and (not is_integer(chunk_size) or chunk_size < 1):
         raise ValueError(f"run: chunk_size must be 'auto' or an integer >= 1, got {chunk_size!r}")
-    if eval_every is not None and (not isinstance(eval_every, int) or eval_every < 1):
+    if eval_every is not None and (not is_integer(eval_every) or eval_every < 1):
         raise ValueError(f"run: eval_every must be an integer >= 1, got {eval_every!r}")
+    if any(_SECONDS in config for config in configs):
+        raise ValueError(f"run: a setting must not be named {_SECONDS!r}: run reports the time under it")
 
 
 # --- lanes -----------------------------------------------------------------------------------------------------------
@@ -151,7 +155,8 @@ class _Program:
             return experiment.update({**static, **numbers}, state, batch)[0]
 
         def evaluate(numbers: Config, state: State, data: Any) -> dict[str, Tensor]:
-            return experiment.evaluate({**static, **numbers}, state, data)
+            config = {**static, **numbers}
+            return _checked(config, experiment.evaluate(config, state, data))
 
         self.init = over_lanes(init, (0, 0))
         self.evaluate = over_lanes(evaluate, (0, 0, None))
@@ -202,6 +207,25 @@ class _Program:
     def _many_steps(self, numbers: Config, block: Tensor, data: Any, state: State) -> State:
         assert self.scan is not None
         return self.scan(numbers, state, block, data)
+
+
+def _checked(config: Config, metrics: Any) -> dict[str, Tensor]:
+    """Check what ``evaluate`` returned for one lane."""
+    if not isinstance(metrics, dict):
+        raise TypeError(f"run: evaluate must return a dict of 0-d tensors, got {type(metrics).__name__}")
+    for name, value in metrics.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"run: evaluate: metric {name!r} must be a 0-d tensor, got {type(value).__name__}")
+        if value.ndim:
+            raise ValueError(
+                f"run: evaluate: metric {name!r} must be a 0-d tensor, got shape {list(value.shape)}; reduce it, "
+                "e.g. by .mean()"
+            )
+        if name == _SECONDS:
+            raise ValueError(f"run: evaluate: a metric must not be named {name!r}: run reports the time under it")
+        if name in config:
+            raise ValueError(f"run: evaluate: metric {name!r} has the name of a setting; rename one of them")
+    return metrics
 
 
 def _vmapped(function: Callable[..., Any], axes: tuple[int | None, ...]) -> Callable[..., Any]:
