@@ -12,6 +12,7 @@ NamedTuples, because ``torch.func`` walks them and ``vmap`` refuses anything els
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -80,7 +81,8 @@ class Loss(NamedTuple):
     def mean(self) -> Tensor:
         """Return the weighted mean, in the dtype of ``values``; NaN where the weights sum to zero, as in PyTorch."""
         wide = torch.promote_types(self.values.dtype, torch.float32)
-        mean: Tensor = self.values.sum(dtype=wide) / self.weights.sum().to(wide)
+        total = self.weights.sum().to(wide)
+        mean = (self.values.sum(dtype=wide) / total).masked_fill(total == 0, math.nan)
         return mean.to(self.values.dtype)
 
     def sum(self) -> Tensor:

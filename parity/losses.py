@@ -45,6 +45,12 @@ def _weight(like: Tensor) -> Tensor:
     return torch.tensor(CLASS_WEIGHT, dtype=like.dtype)
 
 
+def cross_entropy_of_weighted_rows(logits: Tensor, targets: Tensor, smoothing: float, weight: Tensor) -> Tensor:
+    """Weigh each smoothed row as a whole by the class of its target."""
+    rows = F.cross_entropy(logits, targets, label_smoothing=smoothing, reduction="none")
+    return (weight[targets] * rows).sum() / weight[targets].sum()
+
+
 def focal(logits: Tensor, targets: Tensor, gamma: float, weight: Tensor | None = None) -> Tensor:
     """Divide by what is not ignored; keep p off 1, where the power has an infinite slope for gamma < 1."""
     kept = targets != tasks.IGNORED
@@ -146,6 +152,18 @@ CASES = [
         with_ignored,
     ),
     on_outputs(
+        "label smoothing, weights of whole rows",
+        lambda x, y: cross_entropy_of_weighted_rows(x, y, 0.1, _weight(x)),
+        lambda x, y: losses.cross_entropy(x, y, weight=_weight(x), label_smoothing=0.1, weight_mode="row"),
+        tasks.classes,
+    ),
+    on_outputs(
+        "cross_entropy, an ignored class",
+        lambda x, y: F.cross_entropy(x, y, ignore_index=2),
+        lambda x, y: losses.cross_entropy(x, y, ignore_index=2),
+        tasks.classes,
+    ),
+    on_outputs(
         "temperature",
         lambda x, y: F.cross_entropy(x / 0.5, y),
         lambda x, y: losses.cross_entropy(x, y, temperature=0.5),
@@ -176,11 +194,29 @@ CASES = [
         tasks.answers,
     ),
     on_outputs("mse_loss", F.mse_loss, losses.mse_loss, tasks.numbers),
+    on_outputs(
+        "mse_loss, weights",
+        lambda x, y: F.mse_loss(x, y, weight=_weight(x).expand_as(x)),
+        lambda x, y: losses.mse_loss(x, y, weight=_weight(x).expand_as(x)),
+        tasks.numbers,
+    ),
     on_outputs("l1_loss", F.l1_loss, losses.l1_loss, tasks.numbers),
     on_outputs(
         "binary_cross_entropy",
         lambda x, y: F.binary_cross_entropy(torch.sigmoid(x), y),
         lambda x, y: losses.binary_cross_entropy(torch.sigmoid(x), y),
+        tasks.answers,
+    ),
+    on_outputs(
+        "binary_cross_entropy, weight",
+        lambda x, y: F.binary_cross_entropy(torch.sigmoid(x), y, _weight(x)),
+        lambda x, y: losses.binary_cross_entropy(torch.sigmoid(x), y, weight=_weight(x)),
+        tasks.answers,
+    ),
+    on_outputs(
+        "binary_cross_entropy_with_logits, weight",
+        lambda x, y: F.binary_cross_entropy_with_logits(x, y, _weight(x)),
+        lambda x, y: losses.binary_cross_entropy_with_logits(x, y, weight=_weight(x)),
         tasks.answers,
     ),
     on_outputs(
@@ -193,6 +229,12 @@ CASES = [
         "kl_divergence, batchmean, distillation at temperature 2",
         lambda x, y: F.kl_div(_softened(x), y, reduction="batchmean"),
         lambda x, y: losses.kl_divergence(losses.log_softmax(x, 1, temperature=2.0), y).sum() / len(y),
+        tasks.distributions,
+    ),
+    on_outputs(
+        "kl_divergence, log_target",
+        lambda x, y: F.kl_div(F.log_softmax(x, 1), y.log(), reduction="batchmean", log_target=True),
+        lambda x, y: losses.kl_divergence(losses.log_softmax(x, 1), y.log(), log_target=True).sum() / len(y),
         tasks.distributions,
     ),
     on_views(

@@ -53,9 +53,10 @@ def functional(case: Case, task: Task) -> Run:
 # --- the one with a memory -------------------------------------------------------------------------------------------
 
 PLATEAU = {"factor": 0.5, "patience": 2, "cooldown": 1, "threshold": 1e-3}
+PLATEAU_UP = {**PLATEAU, "mode": "max", "threshold_mode": "abs"}  # of a loss that falls: it reduces again and again
 
 
-def classic_plateau(task: Task) -> Run:
+def classic_plateau(options: dict[str, Any], task: Task) -> Run:
     watched = task.batches[0]
 
     def advance(scheduler: lr_scheduler.ReduceLROnPlateau, model: nn.Module) -> None:
@@ -63,14 +64,14 @@ def classic_plateau(task: Task) -> Run:
             scheduler.step(F.cross_entropy(model(watched[0]), watched[1]))
 
     def make(optimizer: Optimizer) -> lr_scheduler.ReduceLROnPlateau:
-        return lr_scheduler.ReduceLROnPlateau(optimizer, **PLATEAU)
+        return lr_scheduler.ReduceLROnPlateau(optimizer, **options)
 
     return classic_loop(task, _optimizer, backward_of_cross_entropy, make_scheduler=make, advance=advance)
 
 
-def functional_plateau(task: Task) -> Run:
+def functional_plateau(options: dict[str, Any], task: Task) -> Run:
     watched, grad_fn = task.batches[0], gradient_of_cross_entropy(task)
-    plateau = schedules.reduce_on_plateau(**PLATEAU)
+    plateau = schedules.reduce_on_plateau(**options)
 
     def observe(state: schedules.PlateauState, params: Params, info: StepInfo) -> schedules.PlateauState:
         return plateau.update(grad_fn(params, watched).loss, state)[1]
@@ -111,8 +112,14 @@ def of_pytorch(
     return Case(name, lambda optimizer: scheduler(optimizer, *positional, **arguments), schedule)
 
 
-def _one_cycle(optimizer: Optimizer) -> Any:
-    return lr_scheduler.OneCycleLR(optimizer, max_lr=LR, total_steps=STEPS + 1, cycle_momentum=False)
+def _one_cycle(name: str, **arguments: Any) -> Case:
+    return Case(
+        name,
+        lambda optimizer: lr_scheduler.OneCycleLR(
+            optimizer, max_lr=LR, total_steps=STEPS + 1, cycle_momentum=False, **arguments
+        ),
+        schedules.one_cycle(LR, total_steps=STEPS + 1, **arguments),
+    )
 
 
 def _cyclic(mode: str, gamma: float = 1.0) -> Case:
@@ -160,6 +167,13 @@ CASES = [
         gamma=0.3,
     ),
     of_pytorch(
+        "multistep, repeated and unsorted",
+        lr_scheduler.MultiStepLR,
+        schedules.multistep(LR, [20, 5, 5], gamma=0.5),
+        milestones=[20, 5, 5],
+        gamma=0.5,
+    ),
+    of_pytorch(
         "exponential_decay", lr_scheduler.ExponentialLR, schedules.exponential_decay(LR, gamma=0.95), gamma=0.95
     ),
     of_pytorch(
@@ -175,6 +189,13 @@ CASES = [
         schedules.cosine_restarts(LR, T_0=5, T_mult=2),
         T_0=5,
         T_mult=2,
+    ),
+    of_pytorch(
+        "cosine_restarts, equal cycles",
+        lr_scheduler.CosineAnnealingWarmRestarts,
+        schedules.cosine_restarts(LR, T_0=6, eta_min=0.01),
+        T_0=6,
+        eta_min=0.01,
     ),
     of_pytorch(
         "polynomial",
@@ -201,7 +222,9 @@ CASES = [
         schedules.exponential_decay(LR, gamma=0.9),
         lambda step: 0.9,
     ),
-    Case("one_cycle", _one_cycle, schedules.one_cycle(LR, total_steps=STEPS + 1)),
+    _one_cycle("one_cycle"),
+    _one_cycle("one_cycle, linear", anneal_strategy="linear"),
+    _one_cycle("one_cycle, three phases", three_phase=True),
     _cyclic("triangular"),
     _cyclic("triangular2"),
     _cyclic("exp_range", 0.97),
@@ -254,4 +277,7 @@ CASES = [
 
 task = partial(tasks.classes, steps=STEPS)
 TECHNIQUES = [Technique(case.name, partial(classic, case), partial(functional, case), task) for case in CASES]
-TECHNIQUES += [Technique("reduce_on_plateau", classic_plateau, functional_plateau, task)]
+TECHNIQUES += [
+    Technique(name, partial(classic_plateau, options), partial(functional_plateau, options), task)
+    for name, options in (("reduce_on_plateau", PLATEAU), ("reduce_on_plateau, max, abs", PLATEAU_UP))
+]

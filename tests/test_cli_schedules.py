@@ -40,6 +40,16 @@ def test_lists_and_words_are_arguments(capsys: pytest.CaptureFixture[str]) -> No
     assert "mode='triangular2'" in drawn(capsys, "cyclic", "max_lr=2", "step_size_up=10", "mode=triangular2")
 
 
+def test_true_false_and_none_in_any_case(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "three_phase=True" in drawn(capsys, "one_cycle", "total_steps=9", "three_phase=true")
+    assert "inclusive=False" in drawn(capsys, "cosine_restarts", "T_0=4", "inclusive=false")
+    assert "timescale=None" in drawn(capsys, "inverse_sqrt", "num_warmup_steps=4", "timescale=none")
+
+
+def test_huge_rates_are_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "1e+308 ┤" in drawn(capsys, "linear", "lr=1e308", "start_factor=-1", "end_factor=1", "total_iters=9")
+
+
 def test_plot_into_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.png"
     assert f"drawn into {path}" in drawn(capsys, "step_decay", "step_size=10", "--plot", str(path))
@@ -57,6 +67,12 @@ def test_plot_into_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (["step_decay", "3"], "step_decay: '3' is no key=value; it takes: lr, step_size, gamma=0.1"),
         (["step_decay", "step_size=0"], "step_decay: step_size must be > 0, got 0"),
         (["step_decay", "step_size=many"], "step_decay: step_size must be a number or a tensor, got 'many'"),
+        (["multistep", "milestones=2"], "multistep: milestones must be a list of step numbers, got 2; give [2]"),
+        (["one_cycle", "total_steps=9", "three_phase=no"], "one_cycle: three_phase must be True or False, got 'no'"),
+        (["constant", "lr=1", "lr=2"], "constant: lr is given twice; give it once"),
+        (["constant", f"lr={10**400}"], "error: "),
+        (["step_decay", "step_size=1e308"], "error: "),
+        (["constant", "--plot", "."], "--plot .: is a directory; give a file in it, such as schedule.png"),
         (["constant", "--steps", "0"], "--steps must be at least 1, got 0"),
         (["constant", "--plot", "none/a.png"], "--plot none/a.png: cannot be written (No such file or directory)"),
         (["constant", "--plot", "a.xyz"], "--plot a.xyz: cannot be written ("),

@@ -506,3 +506,75 @@ def test_inputs_are_untouched() -> None:
     for value, (copy, version) in zip((x, t), before, strict=True):
         assert torch.equal(value, copy)
         assert value._version == version
+
+
+# --- learned weights, and arguments of the wrong kind ----------------------------------------------------------------
+
+
+def _by_parts(x: Tensor, t: Tensor, weight: Tensor, pos_weight: Tensor) -> Tensor:
+    p = torch.sigmoid(x)
+    return (-weight * (pos_weight * t * p.log() + (1 - t) * (1 - p).log())).sum()
+
+
+def test_binary_cross_entropy_with_logits_learns_its_weights() -> None:
+    x, t = torch.randn(5, 3, dtype=torch.float64), torch.rand(5, 3, dtype=torch.float64)
+    weight = torch.rand(3, dtype=torch.float64).requires_grad_()
+    pos_weight = (torch.rand(3, dtype=torch.float64) * 3).requires_grad_()
+    score = losses.binary_cross_entropy_with_logits
+    loss = score(x, t, weight=weight, pos_weight=pos_weight).sum()
+    got = torch.autograd.grad(loss, (weight, pos_weight))
+    want = torch.autograd.grad(_by_parts(x, t, weight, pos_weight), (weight, pos_weight))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    fixed = (x, weight.detach(), pos_weight.detach())
+    hessian = torch.func.hessian(lambda x, w, c: score(x, t, weight=w, pos_weight=c).sum())(*fixed)
+    torch.testing.assert_close(hessian, torch.func.hessian(lambda x, w, c: _by_parts(x, t, w, c))(*fixed))
+    lanes = torch.vmap(lambda c: score(x, t, pos_weight=c).values)(torch.tensor([0.5, 2.0], dtype=torch.float64))
+    assert torch.equal(lanes[1], score(x, t, pos_weight=2.0).values)
+    compiled = torch.compile(
+        lambda x, w, c: score(x, t, weight=w, pos_weight=c).values, fullgraph=True, backend="eager"
+    )
+    assert torch.equal(compiled(*fixed), score(x, t, weight=fixed[1], pos_weight=fixed[2]).values)
+
+
+@pytest.mark.parametrize("dtype", WIDE)
+def test_weights_of_binary_cross_entropy_with_logits_are_pytorch_s_to_the_bit(dtype: torch.dtype) -> None:
+    x = torch.cat([torch.randn(40, dtype=dtype), torch.tensor([-200.0, 200.0, 1e30, -1e30, 0.0], dtype=dtype)])
+    for t in (torch.rand_like(x), torch.ones_like(x), torch.zeros_like(x)):
+        weight, pos_weight = torch.rand_like(x), torch.rand_like(x) * 3
+        for options in ({"weight": weight}, {"pos_weight": pos_weight}, {"weight": weight, "pos_weight": pos_weight}):
+            got = losses.binary_cross_entropy_with_logits(x, t, **options).values
+            assert torch.equal(got, F.binary_cross_entropy_with_logits(x, t, reduction="none", **options))
+
+
+def test_float16_keeps_huge_values_and_their_gradients() -> None:
+    largest = torch.finfo(torch.float16).max
+    x = torch.tensor([60000.0, -60000.0, 1.0, INF], dtype=torch.float16)
+    values = losses.mse_loss(x, torch.zeros_like(x)).values
+    assert values.tolist() == [largest, largest, 1.0, INF]
+    huge = torch.tensor([65504.0], dtype=torch.float16)
+    scaled = losses.mse_loss(huge, -huge, weight=torch.full_like(huge, 60000.0))
+    assert scaled.values.tolist() == [largest]
+    wide = torch.tensor([1e30], requires_grad=True)
+    narrow = losses._boundary.finish(wide, torch.ones(1), torch.float16).values  # its rounding step is far above 65504
+    narrow.sum().backward()
+    assert narrow.tolist() == [largest]
+    assert wide.grad is not None
+    assert wide.grad.tolist() == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"weight": 2.0}, TypeError, "weight must be a tensor, got float"),
+        ({"pos_weight": -1.0}, ValueError, "pos_weight must be finite and >= 0, got -1.0"),
+        ({"pos_weight": math.nan}, ValueError, "pos_weight must be finite and >= 0, got nan"),
+        ({"pos_weight": [1.0, 2.0]}, TypeError, "pos_weight must be a number or a tensor, got list"),
+    ],
+)
+def test_weights_of_the_wrong_kind(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"binary_cross_entropy_with_logits: {message}"):
+        losses.binary_cross_entropy_with_logits(torch.zeros(2), torch.ones(2), **options)
+    if "weight" in options:
+        with pytest.raises(error, match=f"binary_cross_entropy: {message}"):
+            losses.binary_cross_entropy(torch.full((2,), 0.5), torch.ones(2), **options)

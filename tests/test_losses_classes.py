@@ -720,3 +720,18 @@ def test_shapes_are_checked_in_a_trace() -> None:
         torch.func.grad(lambda x: losses.cross_entropy(x, F.one_hot(T, C)).mean())(X)
     with pytest.raises(ValueError, match="must have the shape"):
         torch.func.vmap(lambda x: losses.cross_entropy(x, T[:, None]).mean())(X[None])
+
+
+def test_weight_must_be_a_tensor() -> None:
+    with pytest.raises(TypeError, match="cross_entropy: weight must be a tensor, got list"):
+        losses.cross_entropy(torch.zeros(2, 2), torch.tensor([0, 1]), weight=[1.0, 2.0])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("gamma", [0.0, 2.0, torch.tensor(0.0), torch.tensor(2.0)], ids=str)
+def test_focal_loss_of_a_forbidden_right_class_is_infinite(gamma: float | Tensor) -> None:
+    logits = torch.tensor([[-math.inf, 1.0, 0.0], [-math.inf, 1.0, 0.0]])
+    values = losses.focal_loss(logits, torch.tensor([0, 1]), gamma=gamma).values
+    assert values[0] == math.inf
+    assert values[1].isfinite()
+    slope = torch.func.grad(lambda x: losses.focal_loss(x, torch.tensor([1, 1]), gamma=gamma).sum())(logits)
+    assert slope.isfinite().all()

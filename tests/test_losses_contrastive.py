@@ -307,3 +307,27 @@ def test_defaults() -> None:
     k = torch.randn(4, D)
     assert torch.equal(losses.info_nce(Z, k).values, losses.info_nce(Z, k, temperature=0.1).values)
     assert torch.equal(losses.ntxent(Z, k).values, losses.ntxent(Z, k, temperature=0.5).values)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda z: losses.info_nce(z, z, labels=[0, 1]), TypeError, "info_nce: labels must be a tensor, got list"),
+        (lambda z: losses.info_nce(z, z, mask=[True, True]), TypeError, "info_nce: mask must be a tensor, got list"),
+        (lambda z: losses.ntxent(z, z, mask=[True, True]), TypeError, "ntxent: mask must be a tensor, got list"),
+        (
+            lambda z: losses.supervised_contrastive(z, [0, 1]),
+            TypeError,
+            "supervised_contrastive: labels must be a tensor, got list",
+        ),
+        (lambda z: losses.info_nce(z[:, :0], z[:, :0]), ValueError, "info_nce: rows of queries must hold at least one"),
+        (
+            lambda z: losses.info_nce(z, z[:0], labels=torch.tensor([-100, -100])),
+            ValueError,
+            "info_nce: keys must hold at least one row",
+        ),
+    ],
+)
+def test_arguments_of_the_wrong_kind(call: Callable[[Tensor], Loss], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call(rows(2))

@@ -397,8 +397,6 @@ def test_lambda_schedule_broadcasts_a_constant() -> None:
         (lambda: S.exponential_decay(0.1, -0.5), "exponential_decay: gamma must be >= 0"),
         (lambda: S.step_decay(0.1, 0), "step_decay: step_size must be > 0, got 0"),
         (lambda: S.step_decay(0.1, 3, -1), "step_decay: gamma must be >= 0"),
-        (lambda: S.multistep(0.1, [4, 2]), r"multistep: milestones must increase, got \[4, 2\]; sort them"),
-        (lambda: S.multistep(0.1, [2, 2]), "multistep: milestones must increase"),
         (lambda: S.multistep(0.1, [-1, 2]), "multistep: every one of milestones must be >= 0"),
         (lambda: S.cosine_annealing(0.1, 0), "cosine_annealing: T_max must be > 0, got 0"),
         (lambda: S.cosine_restarts(0.1, 0), "cosine_restarts: T_0 must be >= 1"),
@@ -454,6 +452,12 @@ def test_bad_values(make: Any, match: str) -> None:
         (lambda: S.constant(torch.tensor(1j)), "must be real"),
         (lambda: S.multistep(0.1, ["2"]), "every one of milestones must be a number"),
         (lambda: S.multistep(0.1, torch.tensor(3)), "needs an axis"),
+        (lambda: S.multistep(0.1, 2), r"multistep: milestones must be a list of step numbers, got 2; give \[2\]"),
+        (
+            lambda: S.join([S.constant(1.0)] * 2, 2),
+            r"join: boundaries must be a list of step numbers, got 2; give \[2\]",
+        ),
+        (lambda: S.one_cycle(0.1, 10, three_phase="no"), "one_cycle: three_phase must be True or False, got 'no'"),
         (lambda: S.linear_schedule_with_warmup(0.1, 3, None), "num_training_steps must be a number"),
         (lambda: S.cosine_restarts(0.1, 3, inclusive=1), "inclusive must be True or False"),
         (lambda: S.cyclic(0.1, 1.0, scale_fn=2.0), "scale_fn must be a function"),
@@ -508,3 +512,35 @@ def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"schedule\.plot needs matplotlib; install it: pip install matplotlib"):
         S.constant(0.1).plot()
+
+
+@pytest.mark.parametrize("milestones", [[4, 2], [2, 2, 5], [5, 2, 2, 5], []])
+def test_milestones_may_repeat_and_come_in_any_order(milestones: list[int]) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones, gamma=0.3)
+    ours = S.multistep(0.5, milestones, 0.3)
+    for step in range(8):
+        assert float(ours(step)) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-14)
+        optimizer.step()
+        scheduler.step()
+
+
+@pytest.mark.parametrize(
+    "child",
+    [lambda t: 1, lambda t: 0.5, lambda t: torch.tensor(0.5), lambda t: torch.tensor([0.5]), lambda t: torch.tensor(2)],
+)
+def test_join_makes_float64_of_whatever_a_child_returns(child: Any) -> None:
+    for schedule in (S.join([child], []), S.join([child, S.constant(1.0)], [2]), S.join([S.constant(1.0), child], [2])):
+        for step in (0, 3, torch.tensor(0), torch.arange(4), torch.tensor([[3]])):
+            value = schedule(step)
+            assert value.dtype == F64
+            assert value.shape == torch.as_tensor(step).shape
+            assert torch.equal(value, schedule(torch.as_tensor(step)))
+
+
+def test_horizon_of_phases() -> None:
+    assert S.horizon(S.wsd(1.0, 10, 40, num_stable_steps=50)) == S.horizon(S.wsd(1.0, 10, 40, 100)) == 111
+    assert S.horizon(S.wsd(1.0, torch.tensor(10), 40, num_stable_steps=torch.tensor(50))) == 111
+    assert S.horizon(S.cyclic(0.0, 1.0, 10, 30)) == 120
+    assert S.horizon(S.cyclic(0.0, 1.0, 10)) == 60
+    assert S.horizon(S.step_decay(1.0, 0.25)) == 1

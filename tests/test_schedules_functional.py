@@ -187,10 +187,15 @@ def test_compiles_from_outside() -> None:
 def test_compiles_with_int_steps() -> None:
     schedules = [
         S.join([S.linear_warmup(0.1, 3), S.cosine_annealing(0.1, 5)], [3]),
+        S.join([lambda t: 0.5, S.constant(0.1)], [3]),
         S.lambda_schedule(0.1, lambda t: 0.9**t),
+        S.multistep(0.1, [2, 5]),
+        S.cosine_restarts(0.1, 3, 2),
+        S.wsd(0.1, 2, 4, num_stable_steps=5),
+        S.exponential_decay(0.1, 0.9) * S.linear_warmup(1.0, 4),
     ]
     compiled = torch.compile(lambda step: [schedule(step) for schedule in schedules], fullgraph=True, backend="eager")
-    for step in range(7):
+    for step in range(20):  # more than the recompilations that torch.compile puts up with
         assert all((a - b(step)).abs() < 1e-15 for a, b in zip(compiled(step), schedules, strict=True))
 
 

@@ -251,3 +251,24 @@ def test_bad_numbers(options: dict[str, Any], match: str) -> None:
 def test_bad_type() -> None:
     with pytest.raises(TypeError, match="patience must be a number or a tensor, got '3'"):
         reduce_on_plateau(patience="3")  # type: ignore[arg-type]
+
+
+def test_a_metric_of_one_element_keeps_the_shape_of_the_state() -> None:
+    plateau = reduce_on_plateau(patience=0, factor=0.5)
+    for lr, shape in ((0.1, ()), (torch.tensor([0.1, 0.2]), (2,))):
+        rate, state = plateau.update(torch.tensor([[1.0]]), plateau.init(lr))
+        assert rate.shape == state.best.shape == shape
+    with pytest.raises(ValueError, match=r"metric must be one number, .* shape \(\), got shape \(2,\)"):
+        plateau.update(torch.tensor([1.0, 2.0]), plateau.init(0.1))
+    with pytest.raises(ValueError, match="metric must be one number"):
+        plateau.update(torch.ones(2), plateau.init(torch.ones(2, 1)))
+
+
+def test_min_lr_may_be_a_list() -> None:
+    plateau = reduce_on_plateau(patience=0, factor=0.1, min_lr=[0.05, 0.001])
+    state = plateau.init(torch.tensor([0.1, 0.1]))
+    for _ in range(2):
+        rate, state = plateau.update(1.0, state)
+    torch.testing.assert_close(rate, torch.tensor([0.05, 0.01], dtype=torch.float64), rtol=1e-6, atol=0)
+    with pytest.raises(TypeError, match="min_lr must be a number"):
+        reduce_on_plateau(min_lr=["0.1"])  # type: ignore[list-item]

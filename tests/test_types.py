@@ -71,3 +71,16 @@ def test_a_transform_is_a_pair() -> None:
     init, update = Transform(lambda params: Empty(), lambda grads, state, params: (grads, state))
     assert init({}) == ()
     assert update({"w": 1}, (), {}) == ({"w": 1}, ())
+
+
+def test_a_mean_over_no_weight_is_nan_whatever_the_values() -> None:
+    assert Loss(torch.tensor([1.0, 2.0]), torch.zeros(2)).mean().isnan()
+    assert Loss(torch.tensor([1.0, 2.0]), torch.tensor([1.0, -1.0])).mean().isnan()
+    means = torch.vmap(lambda values, weights: Loss(values, weights).mean())(torch.ones(2, 3), torch.eye(2, 3) * 0.5)
+    assert means.tolist() == [6.0, 6.0]
+    values, weights = torch.ones(2, requires_grad=True), torch.tensor([1.0, 3.0], requires_grad=True)
+    Loss(values, weights).mean().backward()
+    assert values.grad is not None
+    assert weights.grad is not None
+    assert values.grad.tolist() == [0.25, 0.25]
+    assert weights.grad.tolist() == [-0.125, -0.125]

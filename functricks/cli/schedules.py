@@ -22,6 +22,7 @@ __all__ = ["draw", "list_schedules", "sketch"]
 
 _FIRST = ("lr", "max_lr", "base_lr")  # what the first argument of a schedule is called
 _NO_NUMBERS = ("lambda_schedule",)  # takes a function
+_WORDS = {"true": True, "false": False, "none": None}
 _WIDTH, _HEIGHT = 72, 14
 _ROLES = re.compile(r":\w+:(?=`)")
 
@@ -55,9 +56,16 @@ def draw(name: str, arguments: Sequence[str], steps: int | None, plot: Path | No
     schedule = _make(name, arguments)
     if steps is not None and steps < 1:
         raise CommandError(f"--steps must be at least 1, got {steps}")
+    if plot is not None and plot.is_dir():
+        raise CommandError(f"--plot {plot}: is a directory; give a file in it, such as {plot / 'schedule.png'}")
     try:
         at, values = schedules.sample(schedule, steps, points=2 * _WIDTH)
-    except (TypeError, ValueError, RuntimeError) as error:  # an argument of a kind that only its use shows
+    except (
+        TypeError,
+        ValueError,
+        RuntimeError,
+        OverflowError,
+    ) as error:  # an argument of a kind that only its use shows
         raise CommandError(f"{name}: {error}; it takes: {_signature(known()[name])}") from error
     if plot is not None:
         _save(schedule, steps, plot)
@@ -75,7 +83,12 @@ def _make(name: str, arguments: Sequence[str]) -> Schedule:
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise CommandError(f"unknown schedule {name!r}; {hint}known: {', '.join(makers)}")
     maker = makers[name]
-    given = dict(_argument(name, maker, text) for text in arguments)
+    given: dict[str, Any] = {}
+    for text in arguments:
+        key, value = _argument(name, maker, text)
+        if key in given:
+            raise CommandError(f"{name}: {key} is given twice; give it once")
+        given[key] = value
     parameters = _parameters(maker)
     given.setdefault(next(iter(parameters)), 1.0)
     missing = [key for key, one in parameters.items() if one.default is one.empty and key not in given]
@@ -83,7 +96,7 @@ def _make(name: str, arguments: Sequence[str]) -> Schedule:
         raise CommandError(f"{name}: needs {', '.join(f'{key}=...' for key in missing)}; it takes: {_signature(maker)}")
     try:
         return maker(**given)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise CommandError(f"{error}") from error
 
 
@@ -93,6 +106,8 @@ def _argument(name: str, maker: Callable[..., Schedule], text: str) -> tuple[str
         raise CommandError(f"{name}: {text!r} is no key=value; it takes: {_signature(maker)}")
     if key not in _parameters(maker):
         raise CommandError(f"{name}: has no argument {key!r}; it takes: {_signature(maker)}")
+    if value.lower() in _WORDS:
+        return key, _WORDS[value.lower()]
     try:
         return key, ast.literal_eval(value)
     except (ValueError, SyntaxError):
@@ -150,7 +165,7 @@ def sketch(steps: Sequence[int], values: Sequence[float], width: int = _WIDTH, h
 
 def _labels(low: float, high: float, height: int) -> list[str]:
     labels = [""] * height
-    labels[height // 2] = f"{(low + high) / 2:.4g}" if height > 2 and high > low else ""
+    labels[height // 2] = f"{low / 2 + high / 2:.4g}" if height > 2 and high > low else ""
     labels[-1] = f"{low:.4g}"
     labels[0] = f"{high:.4g}"
     return labels
@@ -161,13 +176,14 @@ def _dots(
 ) -> list[list[int]]:
     cells = [[0] * width for _ in range(height)]
     columns, rows = 2 * width - 1, 4 * height - 1
+    span = high / 2 - low / 2  # halves, since the difference of huge numbers would be infinite
     last: int | None = None
     for step, value in zip(steps, values, strict=True):
         if not math.isfinite(value):
             last = None
             continue
         x = round((step - steps[0]) / max(1, steps[-1] - steps[0]) * columns)
-        y = round((high - value) / (high - low) * rows) if high > low else rows // 2
+        y = round((high / 2 - value / 2) / span * rows) if span > 0 else rows // 2
         for dot in range(min(y, y if last is None else last), max(y, y if last is None else last) + 1):
             cells[dot // 4][x // 2] |= _DOTS[dot % 4][x % 2]
         last = y

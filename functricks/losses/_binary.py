@@ -9,6 +9,9 @@ Targets are probabilities of "yes", of any numeric dtype. Two ways to the same l
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -83,13 +86,15 @@ def binary_cross_entropy_with_logits(
     Args:
         logits: :math:`x` of any shape.
         targets: the same shape, in [0, 1]; soft targets are fine.
-        weight: a factor that broadcasts to the logits; it leaves the denominator of the mean alone.
-        pos_weight: :math:`c`, the factor of the positive part; a number, or a tensor that broadcasts to the logits.
+        weight: a factor that broadcasts to the logits; it leaves the denominator of the mean alone. May be learned.
+        pos_weight: :math:`c \ge 0`, the factor of the positive part; a number, or a tensor that broadcasts to the
+            logits. May be learned.
         ignore_index: elements with this target weigh 0; None ignores nothing and is cheaper.
 
     Nothing is clamped: a logit of -200 against a target of 1 costs 200, with gradient -1.
 
-    Raises ``ValueError`` where shapes differ, or a concrete target is outside [0, 1] (labels of -1 and 1, for example).
+    Raises ``ValueError`` where shapes differ, a number for ``pos_weight`` is negative or not finite, or a concrete
+    target is outside [0, 1] (labels of -1 and 1, for example).
 
     >>> import torch
     >>> binary_cross_entropy_with_logits(torch.tensor([0.0, -200.0]), torch.tensor([1.0, 1.0])).values
@@ -97,13 +102,15 @@ def binary_cross_entropy_with_logits(
     """
     name = "binary_cross_entropy_with_logits"
     x, t, ignored = _prepare(name, "logits", logits, "targets", targets, ignore_index)
-    if pos_weight is not None:
-        pos_weight = torch.as_tensor(pos_weight, device=x.device).to(x.dtype)
-        check_broadcasts(name, "pos_weight", pos_weight, logits)
+    if pos_weight is None:
+        values = F.binary_cross_entropy_with_logits(x, t, reduction="none")
+    else:
+        # written out, in torch's order: its own function does not differentiate by the two weights
+        factor = _pos_weight(name, pos_weight, x)
+        values = (1 - t) * x - ((factor - 1) * t + 1) * F.logsigmoid(x)
     if weight is not None:
         check_broadcasts(name, "weight", weight, logits)
-        weight = weight.to(x.dtype)
-    values = F.binary_cross_entropy_with_logits(x, t, weight, reduction="none", pos_weight=pos_weight)
+        values = values * weight.to(x.dtype)
     return _weigh(values, ignored, logits.dtype)
 
 
@@ -170,6 +177,18 @@ def _prepare(
         return x, t, None
     ignored = t == ignore
     return x.masked_fill(ignored, fill), t.masked_fill(ignored, 0), ignored
+
+
+def _pos_weight(name: str, value: Any, like: Tensor) -> Tensor:
+    """Check the factor of the positive part, and return it as a tensor that broadcasts to ``like``."""
+    if not isinstance(value, Tensor):
+        if isinstance(value, (list, tuple)):
+            raise TypeError(f"{name}: pos_weight must be a number or a tensor, got {type(value).__name__}")
+        if not 0 <= value < math.inf:  # NaN is not
+            raise ValueError(f"{name}: pos_weight must be finite and >= 0, got {value!r}")
+    factor = torch.as_tensor(value, device=like.device).to(like.dtype)
+    check_broadcasts(name, "pos_weight", factor, like)
+    return factor
 
 
 def _weigh(values: Tensor, ignored: Tensor | None, dtype: torch.dtype) -> Loss:

@@ -23,23 +23,28 @@ MINUS_INF = -math.inf
 
 def check_floating(name: str, what: str, value: Tensor) -> None:
     """Raise unless ``value`` is a tensor of real floating-point numbers."""
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name}: {what} must be a tensor, got {type(value).__name__}")
+    check_tensor(name, what, value)
     if not value.is_floating_point():
         raise ValueError(f"{name}: {what} must be floating point, got {value.dtype}")
 
 
+def check_tensor(name: str, what: str, value: Tensor) -> None:
+    """Raise unless ``value`` is a tensor."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: {what} must be a tensor, got {type(value).__name__}")
+
+
 def check_same_shape(name: str, a: str, first: Tensor, b: str, second: Tensor) -> None:
     """Raise unless both are tensors of one shape: broadcasting here is a mistake that only shows in the results."""
-    if not isinstance(second, Tensor):
-        raise TypeError(f"{name}: {b} must be a tensor, got {type(second).__name__}")
+    check_tensor(name, b, second)
     if first.shape != second.shape:
         shapes = f"{tuple(first.shape)} and {tuple(second.shape)}"
         raise ValueError(f"{name}: {a} and {b} must have the same shape, got {shapes}; nothing is broadcast")
 
 
 def check_broadcasts(name: str, what: str, factor: Tensor, like: Tensor) -> None:
-    """Raise unless ``factor`` broadcasts to the shape of ``like`` without enlarging it."""
+    """Raise unless ``factor`` is a tensor that broadcasts to the shape of ``like`` without enlarging it."""
+    check_tensor(name, what, factor)
     sizes = zip(reversed(factor.shape), reversed(like.shape), strict=False)
     if factor.ndim > like.ndim or any(size not in (1, full) for size, full in sizes):
         raise ValueError(
@@ -142,7 +147,7 @@ def finish(values: Tensor, weights: Tensor, dtype: torch.dtype) -> Loss:
     """Return the values in the dtype of the input; what float16 cannot hold becomes its largest number."""
     if dtype == torch.float16:
         limit = torch.finfo(dtype).max
-        excess = values - values.clamp(-limit, limit)
-        # subtracted as a constant: a clamp would cut the gradient of exactly the elements that are most wrong
-        values = values - excess.masked_fill(~values.isfinite(), 0).detach()
+        over, fixed = (values.abs() > limit) & values.isfinite(), values.detach()
+        # values - fixed is 0, with the gradient: a clamp alone would cut it for the elements that are most wrong
+        values = torch.where(over, fixed.clamp(-limit, limit) + (values - fixed).masked_fill(~over, 0), values)
     return Loss(values.to(dtype), weights)

@@ -16,6 +16,7 @@ from functricks import tree
 from functricks.losses._boundary import (
     MINUS_INF,
     check_floating,
+    check_tensor,
     check_within,
     finish,
     hyper,
@@ -177,7 +178,8 @@ def focal_loss(
         logits, targets, weight, ignore_index, label_smoothing, weight_mode: as in :func:`cross_entropy`.
 
     :math:`\log (1 - p_c)` is computed from the other classes, not by subtraction: value, first and second derivative
-    are finite for every finite logit and every :math:`\gamma \ge 0`. Errors as in :func:`cross_entropy`.
+    are finite for every finite logit and every :math:`\gamma \ge 0`. A forbidden class that is right costs ``inf``.
+    Errors as in :func:`cross_entropy`.
 
     >>> import torch
     >>> logits = torch.tensor([[2.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
@@ -306,14 +308,15 @@ def _of_probabilities(
 
 
 def _damp(log_p: Tensor, gamma: Number, axis: int) -> Tensor:
-    """Return (1 - p)**gamma * log p, finite with its derivatives."""
+    """Return (1 - p)**gamma * log p, finite with its derivatives; -inf for a class that is forbidden."""
+    impossible = log_p == MINUS_INF
     log_p = log_p.clamp(min=_FLOOR)
     # At most one class has p > exp(-0.5) = 0.61. There 1 - p would cancel, so it is summed from the other classes;
     # everywhere else it is safe. The fill of each branch keeps the other branch's elements finite.
     top = log_p > -0.5
     others = log_p.masked_fill(top, _FLOOR).logsumexp(axis, keepdim=True)
     log_rest = torch.where(top, others, torch.log1p(-log_p.masked_fill(top, -1).exp()))
-    return (gamma * log_rest).exp() * log_p
+    return ((gamma * log_rest).exp() * log_p).masked_fill(impossible, MINUS_INF)
 
 
 def _times(factor: Number, cost: Tensor) -> Tensor:
@@ -341,8 +344,9 @@ def _check_classes(
 ) -> int:
     """Check the shapes, dtypes and indices; return the class axis."""
     check_floating(name, what, logits)
-    if not isinstance(targets, Tensor):
-        raise TypeError(f"{name}: targets must be a tensor, got {type(targets).__name__}")
+    check_tensor(name, "targets", targets)
+    if weight is not None:
+        check_tensor(name, "weight", weight)
     if logits.ndim == 0:
         raise ValueError(f"{name}: {what} must have a class axis, got a 0-d tensor")
     axis = min(1, logits.ndim - 1)

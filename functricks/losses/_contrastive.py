@@ -12,7 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from functricks import tree
-from functricks.losses._boundary import MINUS_INF, check_broadcasts, check_floating, check_within, finish, positive
+from functricks.losses._boundary import (
+    MINUS_INF,
+    check_broadcasts,
+    check_floating,
+    check_tensor,
+    check_within,
+    finish,
+    positive,
+)
 from functricks.types import Loss, Number
 
 _NO_PARTNER = -100  # the label of a row that weighs 0, as ignore_index elsewhere
@@ -46,7 +54,8 @@ def info_nce(
             stays zero.
 
     One direction; for both (CLIP) add the loss with queries and keys exchanged. Raises ``ValueError`` for shapes that
-    do not fit, fewer keys than queries without labels, and a concrete label out of range.
+    do not fit, rows without numbers, fewer keys than queries without labels, labels without any key, and a concrete
+    label out of range.
 
     >>> import torch
     >>> info_nce(torch.eye(3), torch.eye(3), temperature=1.0).values
@@ -61,6 +70,8 @@ def info_nce(
         index, missing = torch.arange(n, device=queries.device), None
     else:
         _check_labels(name, labels, n)
+        if m == 0 and n > 0:
+            raise ValueError(f"{name}: keys must hold at least one row, got shape {tuple(keys.shape)}")
         labels = labels.long()  # before comparing: -100 would wrap around in uint8
         check_within(name, "labels", labels, 0, m - 1, _NO_PARTNER)
         missing = labels == _NO_PARTNER
@@ -110,6 +121,7 @@ def ntxent(
     rows = torch.arange(2 * n, device=z.device)
     taking_part = rows.unsqueeze(1) != rows
     if mask is not None:
+        check_tensor(name, "mask", mask)
         both = mask.repeat(2) if mask.shape == (n,) else mask
         taking_part = taking_part & _full_mask(name, both, (2 * n, 2 * n), z)
     return _partner_loss(name, z, z, rows.roll(n), None, taking_part, temperature, normalize)
@@ -238,14 +250,18 @@ def _check_vectors(name: str, a: str, first: Tensor, b: str, second: Tensor) -> 
     if first.ndim != 2 or second.ndim != 2 or first.shape[1] != second.shape[1]:
         shapes = f"{tuple(first.shape)}" if first is second else f"{tuple(first.shape)} and {tuple(second.shape)}"
         raise ValueError(f"{name}: {a} and {b} must be matrices with rows of one length, got {shapes}")
+    if first.shape[1] == 0:
+        raise ValueError(f"{name}: rows of {a} must hold at least one number, got shape {tuple(first.shape)}")
 
 
 def _check_labels(name: str, labels: Tensor, rows: int) -> None:
+    check_tensor(name, "labels", labels)
     if labels.is_floating_point() or labels.dtype == torch.bool or tuple(labels.shape) != (rows,):
         raise ValueError(f"{name}: labels must be {rows} integers, got {labels.dtype} of shape {tuple(labels.shape)}")
 
 
 def _full_mask(name: str, mask: Tensor, shape: tuple[int, int], like: Tensor) -> Tensor:
+    check_tensor(name, "mask", mask)
     if mask.dtype != torch.bool:
         raise ValueError(f"{name}: mask must be bool, True where a pair takes part, got {mask.dtype}")
     check_broadcasts(name, "mask", mask, like.new_empty(()).expand(shape))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from functricks.types import Number
 
-__all__ = ["Curve", "as_step", "at_least", "is_number", "one_of", "product", "unstack"]
+__all__ = ["Curve", "as_float64", "as_step", "at_least", "is_number", "one_of", "product", "unstack"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -57,17 +57,20 @@ class Curve:
         for name in names:
             _check_number(f"{type(self).__name__}: {name}", getattr(self, name), least, above, most)
 
-    def _check_order(self, name: str, *, strict: bool) -> None:
-        """Raise where the step numbers in the tuple ``name`` are negative or fall; ``strict``: or repeat."""
-        values = getattr(self, name)
-        for value in values:
+    def _check_steps(self, name: str) -> None:
+        """Raise where a step number in the tuple ``name`` is negative."""
+        for value in getattr(self, name):
             _check_number(f"{type(self).__name__}: every one of {name}", value, least=0)
+
+    def _check_order(self, name: str) -> None:
+        """Raise where the step numbers in the tuple ``name`` are negative or fall."""
+        self._check_steps(name)
+        values = getattr(self, name)
         for low, high in pairwise(values):
-            if isinstance(low, Tensor) or isinstance(high, Tensor):
-                continue
-            if high < low or (strict and high == low):
-                rule = "increase" if strict else "not decrease"
-                raise ValueError(f"{type(self).__name__}: {name} must {rule}, got {list(values)}; sort them first")
+            if not isinstance(low, Tensor) and not isinstance(high, Tensor) and high < low:
+                raise ValueError(
+                    f"{type(self).__name__}: {name} must not decrease, got {list(values)}; sort them first"
+                )
 
     def __mul__(self, other: Curve | Number) -> Curve:
         return _times(self, other)
@@ -157,7 +160,14 @@ def _times(curve: Curve, other: Curve | Number) -> Curve:
 
 def as_step(step: int | Tensor) -> Tensor:
     """Return ``step`` as float64, which holds every integer up to 2**53, and 0 where it is negative."""
-    return torch.as_tensor(step, dtype=torch.float64).clamp(min=0)
+    return as_float64(step).clamp(min=0)
+
+
+def as_float64(value: Any, device: torch.device | None = None) -> Tensor:
+    """Return ``value`` as float64, a tensor on its own device unless another is given."""
+    if isinstance(value, (int, float)) and torch.compiler.is_compiling():
+        return torch.full((), value, dtype=torch.float64, device=device)  # as_tensor would recompile for every number
+    return torch.as_tensor(value, dtype=torch.float64, device=device)
 
 
 def at_least(value: Number, low: float) -> Number:
@@ -165,11 +175,13 @@ def at_least(value: Number, low: float) -> Number:
     return value.clamp(min=low) if isinstance(value, Tensor) else max(value, low)
 
 
-def unstack(values: Iterable[Number] | Tensor) -> tuple[Number, ...]:
+def unstack(what: str, values: Iterable[Number] | Tensor) -> tuple[Number, ...]:
     """Return a list of step numbers, or a tensor of them along its last axis, as a tuple."""
+    if is_number(values):
+        raise TypeError(f"{what} must be a list of step numbers, got {values!r}; give [{values!r}]")
     if isinstance(values, Tensor):
         if values.ndim == 0:
-            raise TypeError("a tensor of step numbers needs an axis, got a 0-d tensor; give [step] or a 1-d tensor")
+            raise TypeError(f"{what}: a tensor of step numbers needs an axis, got a 0-d tensor; give [step]")
         return tuple(values.unbind(-1))
     return tuple(values)
 

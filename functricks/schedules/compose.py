@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functricks.schedules.base import Curve, as_step, unstack
+from functricks.schedules.base import Curve, as_float64, as_step, unstack
 from functricks.types import Number, Schedule
 
 __all__ = ["join", "lambda_schedule"]
@@ -45,7 +45,7 @@ class join(Curve):
     boundaries: Sequence[Number] | Tensor
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "boundaries", unstack(self.boundaries))
+        object.__setattr__(self, "boundaries", unstack("join: boundaries", self.boundaries))
         object.__setattr__(self, "schedules", tuple(self.schedules))
         super().__post_init__()
 
@@ -58,7 +58,7 @@ class join(Curve):
                 f"join: boundaries lie between schedules, so there must be one fewer, "
                 f"got {len(self.schedules)} schedules and {len(self.boundaries)} boundaries"
             )
-        self._check_order("boundaries", strict=False)
+        self._check_order("boundaries")
 
     def __call__(self, step: int | Tensor) -> Tensor:
         """Return the value at ``step``: of the one schedule for an int, by selection for a tensor."""
@@ -66,13 +66,20 @@ class join(Curve):
             return self._value(as_step(step))
         step = max(step, 0)
         chosen = sum(1 for start in self.boundaries if step >= start)  # bisect does not trace
-        return self.schedules[chosen](step - self.boundaries[chosen - 1] if chosen else step)  # type: ignore[arg-type]
+        since = step - self.boundaries[chosen - 1] if chosen else step
+        return _of_child(self.schedules[chosen](since))  # type: ignore[arg-type]
 
     def _value(self, step: Tensor) -> Tensor:
-        value = self.schedules[0](step)
+        value = _of_child(self.schedules[0](step), step.device) + torch.zeros_like(step)
         for child, start in zip(self.schedules[1:], self.boundaries, strict=True):
-            value = torch.where(step >= start, child((step - start).clamp(min=0)), value)
+            value = torch.where(step >= start, _of_child(child((step - start).clamp(min=0)), step.device), value)
         return value
+
+
+def _of_child(value: Any, device: torch.device | None = None) -> Tensor:
+    """Return what a child gave as float64, one number as a 0-d tensor: it may be any function of the step."""
+    found = as_float64(value, None if isinstance(value, Tensor) else device)
+    return found.reshape(()) if found.numel() == 1 else found
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -109,5 +116,4 @@ class lambda_schedule(Curve):
         """Return ``lr`` times the function at ``step``, in the step's shape also where the function is constant."""
         at = as_step(step)
         factor = self.lr_lambda(at if isinstance(step, Tensor) else max(step, 0))
-        factor = torch.as_tensor(factor, dtype=torch.float64, device=at.device)
-        return self.lr * factor + torch.zeros_like(at)
+        return self.lr * as_float64(factor, at.device) + torch.zeros_like(at)

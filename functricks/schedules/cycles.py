@@ -103,7 +103,8 @@ class one_cycle(Curve):
         final_div_factor: start over end, > 0.
         three_phase: whether the fall has two parts.
 
-    A phase without length is left out. Raises ValueError for arguments out of range.
+    A phase without length is left out. Raises ValueError for arguments out of range, TypeError for a ``three_phase``
+    that is not a bool.
 
     >>> one_cycle(1.0, total_steps=5, pct_start=0.4, anneal_strategy="linear", div_factor=4.0)(torch.arange(6))
     tensor([2.5000e-01, 1.0000e+00, 6.6668e-01, 3.3335e-01, 2.5000e-05, 2.5000e-05],
@@ -124,6 +125,8 @@ class one_cycle(Curve):
         self._check("pct_start", least=0, most=1)
         self._check("div_factor", "final_div_factor", above=0)
         one_of("one_cycle", "anneal_strategy", self.anneal_strategy, ("cos", "linear"))
+        if not isinstance(self.three_phase, bool):
+            raise TypeError(f"one_cycle: three_phase must be True or False, got {self.three_phase!r}")
 
     def _value(self, step: Tensor) -> Tensor:
         start = self.max_lr / self.div_factor

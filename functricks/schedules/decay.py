@@ -192,17 +192,18 @@ class step_decay(Curve):
 class multistep(Curve):
     r"""Multiply by ``gamma`` at each milestone.
 
-    .. math:: f(t) = \eta\,\gamma^{\,|\{m \in M : m \le t\}|}
+    .. math:: f(t) = \eta\,\gamma^{\,|\{i : m_i \le t\}|}
 
     Classic: :class:`torch.optim.lr_scheduler.MultiStepLR`.
 
     Args:
         lr: :math:`\eta`, at step 0.
-        milestones: :math:`M`, steps that increase: a list of numbers and 0-d tensors, or one tensor with the milestones
-            on its last axis. From a milestone on the value is smaller, so a milestone 0 counts from the start.
+        milestones: :math:`m_i \ge 0`, in any order; one that is there twice counts twice. A list of numbers and 0-d
+            tensors, or one tensor with the milestones on its last axis. From a milestone on the value is smaller, so a
+            milestone 0 counts from the start.
         gamma: :math:`\gamma \ge 0`.
 
-    Raises ValueError where milestones are negative or do not increase, and for ``gamma < 0``.
+    Raises ValueError where milestones are negative, and for ``gamma < 0``; TypeError for a number in place of the list.
 
     >>> multistep(1.0, milestones=[2, 4], gamma=0.5)(torch.arange(6))
     tensor([1.0000, 1.0000, 0.5000, 0.5000, 0.2500, 0.2500], dtype=torch.float64)
@@ -213,13 +214,13 @@ class multistep(Curve):
     gamma: Number = 0.1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "milestones", unstack(self.milestones))
+        object.__setattr__(self, "milestones", unstack("multistep: milestones", self.milestones))
         super().__post_init__()
 
     def _validate(self) -> None:
         self._check("lr")
         self._check("gamma", least=0)
-        self._check_order("milestones", strict=True)
+        self._check_steps("milestones")
 
     def _value(self, step: Tensor) -> Tensor:
         passed = torch.zeros_like(step)

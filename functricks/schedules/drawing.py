@@ -9,12 +9,14 @@ from torch import Tensor
 
 from functricks.schedules.base import product
 from functricks.schedules.compose import join
+from functricks.schedules.cycles import cyclic
+from functricks.schedules.warmup import wsd
 from functricks.types import Schedule
 
 __all__ = ["horizon", "plot", "sample"]
 
 _ENDS = ("num_training_steps", "total_steps", "total_iters")
-_PERIODS = ("T_max", "T_0", "step_size", "step_size_up", "num_warmup_steps", "num_stable_steps", "timescale", "k")
+_PERIODS = ("T_max", "T_0", "step_size", "num_warmup_steps", "num_stable_steps", "timescale", "k")
 
 
 def sample(schedule: Schedule, steps: int | None = None, *, points: int = 1000) -> tuple[Tensor, Tensor]:
@@ -71,10 +73,15 @@ def horizon(schedule: Schedule) -> int:
     ends, periods = (
         [x for name in names for x in _lengths(getattr(schedule, name, None))] for names in (_ENDS, _PERIODS)
     )
+    if isinstance(schedule, wsd):
+        ends += _lengths(schedule.num_warmup_steps + schedule._stable() + schedule.num_decay_steps)
     if ends:
         return int(max(ends) * 1.1) + 1
+    if isinstance(schedule, cyclic):
+        down = schedule.step_size_up if schedule.step_size_down is None else schedule.step_size_down
+        periods += _lengths(schedule.step_size_up + down)
     periods += _lengths(getattr(schedule, "milestones", None))
-    return int(3 * max(periods)) if periods else 1000
+    return max(1, int(3 * max(periods))) if periods else 1000
 
 
 def _lengths(value: Any) -> list[float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +38,7 @@ def reduce_on_plateau(
     threshold: Number = 1e-4,
     threshold_mode: str = "rel",
     cooldown: Number = 0,
-    min_lr: Number = 0.0,
+    min_lr: Number | Sequence[Number] = 0.0,
     eps: Number = 1e-8,
     *,
     relative_to: str = "value",
@@ -65,7 +65,7 @@ def reduce_on_plateau(
         threshold: :math:`\epsilon \ge 0`.
         threshold_mode: "rel" or "abs".
         cooldown: a whole number >= 0 of updates after a reduction.
-        min_lr: the floor of the rate; it may be a tensor with an entry for each rate.
+        min_lr: the floor of the rate; it may be a list or a tensor with an entry for each rate.
         eps: the smallest change of the rate that is made, >= 0.
         relative_to: "value" or "magnitude", for "rel".
 
@@ -74,7 +74,8 @@ def reduce_on_plateau(
     whole (``best`` alone does not resume). A warm-up is a factor on the rate, which leaves the state alone:
     ``lr = linear_warmup(1.0, 500)(step) * state.lr``; start to call ``update`` when the warm-up is over.
 
-    Raises ValueError for arguments out of range, TypeError for what is not a number.
+    A metric of one element may have any shape. Raises ValueError for arguments out of range and for a metric of another
+    shape than the rate's, TypeError for what is not a number.
 
     >>> plateau = reduce_on_plateau(patience=1, factor=0.5)
     >>> state = plateau.init(0.1)
@@ -88,9 +89,15 @@ def reduce_on_plateau(
     one_of("reduce_on_plateau", "relative_to", relative_to, ("value", "magnitude"))
     if threshold_mode == "abs" and relative_to != "value":
         raise ValueError("reduce_on_plateau: relative_to='magnitude' needs threshold_mode='rel', got 'abs'")
-    _check_numbers(patience=patience, threshold=threshold, cooldown=cooldown, eps=eps, factor=factor, min_lr=min_lr)
+    if isinstance(min_lr, (list, tuple)):
+        for one in min_lr:
+            _check_numbers(min_lr=one)
+        floor: Number = torch.stack([torch.as_tensor(one, dtype=torch.float64) for one in min_lr])
+    else:
+        floor = min_lr  # type: ignore[assignment]  # a number or a tensor, which is checked next
+    _check_numbers(patience=patience, threshold=threshold, cooldown=cooldown, eps=eps, factor=factor, min_lr=floor)
     better = _improvement(mode, _float64(threshold), threshold_mode, relative_to)
-    factor, min_lr, eps = _float64(factor), _float64(min_lr), _float64(eps)
+    factor, floor, eps = _float64(factor), _float64(floor), _float64(eps)
     patience = _float64(patience)
     pause = cooldown.to(torch.int64, copy=True) if isinstance(cooldown, Tensor) else int(cooldown)
 
@@ -100,12 +107,12 @@ def reduce_on_plateau(
         return PlateauState(rate, torch.full_like(rate, math.inf if mode == "min" else -math.inf), zero, zero.clone())
 
     def update(metric: Number, state: PlateauState) -> tuple[Tensor, PlateauState]:
-        current = torch.as_tensor(metric, dtype=torch.float64)
+        current = _metric(metric, state.lr)
         improved = better(current, state.best)
         cooling = state.cooldown_counter > 0
         bad = torch.where(improved | cooling, 0, state.num_bad_epochs + 1)
         reduce = bad > patience
-        reduced = torch.maximum(state.lr * factor, torch.as_tensor(min_lr, dtype=torch.float64))
+        reduced = torch.maximum(state.lr * factor, torch.as_tensor(floor, dtype=torch.float64))
         lr = torch.where(reduce & (state.lr - reduced > eps), reduced, state.lr)
         waiting = state.cooldown_counter - cooling.to(torch.int64)
         return lr, PlateauState(
@@ -116,6 +123,20 @@ def reduce_on_plateau(
         )
 
     return Plateau(init, update)
+
+
+def _metric(metric: Number, rate: Tensor) -> Tensor:
+    """Return the metric as float64: one number as a 0-d tensor, several only where each has its own rate."""
+    current = torch.as_tensor(metric, dtype=torch.float64)
+    if current.numel() == 1:
+        return current.reshape(())
+    sizes = zip(reversed(current.shape), reversed(rate.shape), strict=False)
+    if current.ndim > rate.ndim or any(size not in (1, full) for size, full in sizes):
+        raise ValueError(
+            f"reduce_on_plateau: metric must be one number, or one for each rate in the shape {tuple(rate.shape)}, "
+            f"got shape {tuple(current.shape)}"
+        )
+    return current
 
 
 def _improvement(
