@@ -85,6 +85,9 @@ def functional(model: nn.Module) -> Functional:
     are missing or unknown, for dropout that has to draw without a key, and for modules that draw random numbers in a
     way that no key controls (dropout inside RNNs and MultiheadAttention, RReLU), which it names.
 
+    Dropout that ``forward`` calls as a function (``F.dropout``) draws from the global generator, as in PyTorch: use a
+    module. An activation checkpoint that recomputes in the backward pass raises; call it outside of the module.
+
     >>> from functricks import random
     >>> model = functional(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Dropout(0.5)))
     >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
