@@ -7,100 +7,117 @@ everything else is here.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from functricks import tree
-from functricks.adversarial import attack, awp, fgm, free_lb, pgd, r_drop, sam, vat
-from functricks.clipping import adaptive_clip, clip_by_global_norm, clip_by_leaf_norm, clip_by_value
-from functricks.gradients import (
-    accumulate,
-    bn_momentum_for,
-    clip_per_example,
-    gradient,
-    multi_task,
-    per_example_gradient,
-)
-from functricks.modules import (
-    Functional,
-    SupervisedCarry,
-    functional,
-    no_decay,
-    supervised,
-    supervised_carry,
-)
-from functricks.optimizers import (
-    adam,
-    adamax,
-    adamw,
-    nadam,
-    radam,
-    sgd,
-)
-from functricks.precision import (
-    LossScale,
-    LossScaleState,
-    autocast,
-    cast,
-    dynamic_loss_scale,
-    static_loss_scale,
-)
-from functricks.training import train_step
-from functricks.transforms import (
-    add_decayed_weights,
-    add_noise,
-    apply_updates,
-    centralize,
-    chain,
-    freeze,
-    inject_hyperparams,
-    layer_decay,
-    lookahead,
-    masked,
-    master_weights,
-    multi_steps,
-    named_chain,
-    partition,
-    scale,
-    scale_by_adam,
-    scale_by_learning_rate,
-    scale_by_rms,
-    scale_by_schedule,
-    scale_by_trust_ratio,
-    skip_nonfinite,
-    trace,
-)
-from functricks.types import (
-    Batch,
-    Carry,
-    Empty,
-    GradFn,
-    Gradient,
-    Grads,
-    Loss,
-    LossFn,
-    Number,
-    Params,
-    Schedule,
-    State,
-    StepInfo,
-    TrainState,
-    TrainStep,
-    Transform,
-    Updates,
-)
-
 if TYPE_CHECKING:
-    from functricks import experiments, losses, random, schedules
-    from functricks.averaging import averaged, ema, swa, update_bn
+    from functricks import experiments, losses, random, schedules, tree
+    from functricks.adversarial import (
+        attack,
+        awp,
+        fgm,
+        free_lb,
+        pgd,
+        r_drop,
+        sam,
+        vat,
+    )
+    from functricks.averaging import (
+        averaged,
+        ema,
+        swa,
+        update_bn,
+    )
+    from functricks.clipping import (
+        adaptive_clip,
+        clip_by_global_norm,
+        clip_by_leaf_norm,
+        clip_by_value,
+    )
+    from functricks.gradients import (
+        accumulate,
+        bn_momentum_for,
+        clip_per_example,
+        gradient,
+        multi_task,
+        per_example_gradient,
+    )
+    from functricks.modules import (
+        Functional,
+        SupervisedCarry,
+        functional,
+        no_decay,
+        supervised,
+        supervised_carry,
+    )
     from functricks.optimizers import (
         adadelta,
         adafactor,
         adagrad,
+        adam,
+        adamax,
+        adamw,
         asgd,
         lamb,
         lion,
         muon,
+        nadam,
+        radam,
         rmsprop,
         rprop,
         schedule_free_adamw,
+        sgd,
+    )
+    from functricks.precision import (
+        LossScale,
+        LossScaleState,
+        autocast,
+        cast,
+        dynamic_loss_scale,
+        static_loss_scale,
+    )
+    from functricks.training import (
+        train_step,
+    )
+    from functricks.transforms import (
+        add_decayed_weights,
+        add_noise,
+        apply_updates,
+        centralize,
+        chain,
+        freeze,
+        inject_hyperparams,
+        layer_decay,
+        lookahead,
+        masked,
+        master_weights,
+        multi_steps,
+        named_chain,
+        partition,
+        scale,
+        scale_by_adam,
+        scale_by_learning_rate,
+        scale_by_rms,
+        scale_by_schedule,
+        scale_by_trust_ratio,
+        skip_nonfinite,
+        trace,
+    )
+    from functricks.types import (
+        Batch,
+        Carry,
+        Empty,
+        GradFn,
+        Gradient,
+        Grads,
+        Loss,
+        LossFn,
+        Number,
+        Params,
+        Schedule,
+        State,
+        StepInfo,
+        TrainState,
+        TrainStep,
+        Transform,
+        Updates,
     )
 
 __version__ = "0.1.0"
@@ -203,31 +220,130 @@ __all__ = [
     "vat",
 ]
 
-_NAMESPACES = ("experiments", "losses", "random", "schedules")  # loaded when first asked for: imports stay quick
-
-_LATER = {
-    **dict.fromkeys(("averaged", "ema", "swa", "update_bn"), "averaging"),
-    **dict.fromkeys(
-        (
-            "adadelta",
-            "adafactor",
-            "adagrad",
-            "asgd",
-            "lamb",
-            "lion",
-            "muon",
-            "rmsprop",
-            "rprop",
-            "schedule_free_adamw",
-        ),
-        "optimizers",
+_NAMESPACES = ("experiments", "losses", "random", "schedules", "tree")
+_HOMES = {
+    "adversarial": (
+        "attack",
+        "awp",
+        "fgm",
+        "free_lb",
+        "pgd",
+        "r_drop",
+        "sam",
+        "vat",
+    ),
+    "averaging": (
+        "averaged",
+        "ema",
+        "swa",
+        "update_bn",
+    ),
+    "clipping": (
+        "adaptive_clip",
+        "clip_by_global_norm",
+        "clip_by_leaf_norm",
+        "clip_by_value",
+    ),
+    "gradients": (
+        "accumulate",
+        "bn_momentum_for",
+        "clip_per_example",
+        "gradient",
+        "multi_task",
+        "per_example_gradient",
+    ),
+    "modules": (
+        "Functional",
+        "SupervisedCarry",
+        "functional",
+        "no_decay",
+        "supervised",
+        "supervised_carry",
+    ),
+    "optimizers": (
+        "adadelta",
+        "adafactor",
+        "adagrad",
+        "adam",
+        "adamax",
+        "adamw",
+        "asgd",
+        "lamb",
+        "lion",
+        "muon",
+        "nadam",
+        "radam",
+        "rmsprop",
+        "rprop",
+        "schedule_free_adamw",
+        "sgd",
+    ),
+    "precision": (
+        "LossScale",
+        "LossScaleState",
+        "autocast",
+        "cast",
+        "dynamic_loss_scale",
+        "static_loss_scale",
+    ),
+    "training": ("train_step",),
+    "transforms": (
+        "add_decayed_weights",
+        "add_noise",
+        "apply_updates",
+        "centralize",
+        "chain",
+        "freeze",
+        "inject_hyperparams",
+        "layer_decay",
+        "lookahead",
+        "masked",
+        "master_weights",
+        "multi_steps",
+        "named_chain",
+        "partition",
+        "scale",
+        "scale_by_adam",
+        "scale_by_learning_rate",
+        "scale_by_rms",
+        "scale_by_schedule",
+        "scale_by_trust_ratio",
+        "skip_nonfinite",
+        "trace",
+    ),
+    "types": (
+        "Batch",
+        "Carry",
+        "Empty",
+        "GradFn",
+        "Gradient",
+        "Grads",
+        "Loss",
+        "LossFn",
+        "Number",
+        "Params",
+        "Schedule",
+        "State",
+        "StepInfo",
+        "TrainState",
+        "TrainStep",
+        "Transform",
+        "Updates",
     ),
 }
+_MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
+    """Load a name when it is first asked for, so that ``import functricks`` costs next to nothing."""
     if name in _NAMESPACES:
         return import_module(f"functricks.{name}")
-    if name in _LATER:
-        return getattr(import_module(f"functricks.{_LATER[name]}"), name)
-    raise AttributeError(f"module 'functricks' has no attribute {name!r}")
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'functricks' has no attribute {name!r}")
+    value = getattr(import_module(f"functricks.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -12,7 +12,6 @@ NamedTuples, because ``torch.func`` walks them and ``vmap`` refuses anything els
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -82,7 +81,7 @@ class Loss(NamedTuple):
         """Return the weighted mean, in the dtype of ``values``; NaN where the weights sum to zero, as in PyTorch."""
         wide = torch.promote_types(self.values.dtype, torch.float32)
         total = self.weights.sum().to(wide)
-        mean = (self.values.sum(dtype=wide) / total).masked_fill(total == 0, math.nan)
+        mean = (self.values.sum(dtype=wide) / total).masked_fill(total == 0, float("nan"))
         return mean.to(self.values.dtype)
 
     def sum(self) -> Tensor:
