@@ -221,128 +221,30 @@ __all__ = [
 ]
 
 _NAMESPACES = ("experiments", "losses", "random", "schedules", "tree")
-_HOMES = {
-    "adversarial": (
-        "attack",
-        "awp",
-        "fgm",
-        "free_lb",
-        "pgd",
-        "r_drop",
-        "sam",
-        "vat",
-    ),
-    "averaging": (
-        "averaged",
-        "ema",
-        "swa",
-        "update_bn",
-    ),
-    "clipping": (
-        "adaptive_clip",
-        "clip_by_global_norm",
-        "clip_by_leaf_norm",
-        "clip_by_value",
-    ),
-    "gradients": (
-        "accumulate",
-        "bn_momentum_for",
-        "clip_per_example",
-        "gradient",
-        "multi_task",
-        "per_example_gradient",
-    ),
-    "modules": (
-        "Functional",
-        "SupervisedCarry",
-        "functional",
-        "no_decay",
-        "supervised",
-        "supervised_carry",
-    ),
-    "optimizers": (
-        "adadelta",
-        "adafactor",
-        "adagrad",
-        "adam",
-        "adamax",
-        "adamw",
-        "asgd",
-        "lamb",
-        "lion",
-        "muon",
-        "nadam",
-        "radam",
-        "rmsprop",
-        "rprop",
-        "schedule_free_adamw",
-        "sgd",
-    ),
-    "precision": (
-        "LossScale",
-        "LossScaleState",
-        "autocast",
-        "cast",
-        "dynamic_loss_scale",
-        "static_loss_scale",
-    ),
-    "training": ("train_step",),
-    "transforms": (
-        "add_decayed_weights",
-        "add_noise",
-        "apply_updates",
-        "centralize",
-        "chain",
-        "freeze",
-        "inject_hyperparams",
-        "layer_decay",
-        "lookahead",
-        "masked",
-        "master_weights",
-        "multi_steps",
-        "named_chain",
-        "partition",
-        "scale",
-        "scale_by_adam",
-        "scale_by_learning_rate",
-        "scale_by_rms",
-        "scale_by_schedule",
-        "scale_by_trust_ratio",
-        "skip_nonfinite",
-        "trace",
-    ),
-    "types": (
-        "Batch",
-        "Carry",
-        "Empty",
-        "GradFn",
-        "Gradient",
-        "Grads",
-        "Loss",
-        "LossFn",
-        "Number",
-        "Params",
-        "Schedule",
-        "State",
-        "StepInfo",
-        "TrainState",
-        "TrainStep",
-        "Transform",
-        "Updates",
-    ),
-}
-_MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
+_FLAT = (
+    "types",
+    "transforms",
+    "clipping",
+    "optimizers",
+    "gradients",
+    "adversarial",
+    "precision",
+    "averaging",
+    "modules",
+    "training",
+)
 
 
 def __getattr__(name: str) -> Any:
     """Load a name when it is first asked for, so that ``import functricks`` costs next to nothing."""
     if name in _NAMESPACES:
         return import_module(f"functricks.{name}")
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'functricks' has no attribute {name!r}")
-    value = getattr(import_module(f"functricks.{_MODULE_OF[name]}"), name)
-    globals()[name] = value
-    return value
+    if name in __all__:
+        for module in map(import_module, [f"functricks.{part}" for part in _FLAT]):
+            if name in module.__all__:
+                value = globals()[name] = getattr(module, name)
+                return value
+    raise AttributeError(f"module 'functricks' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -77,7 +77,7 @@ def clip_by_global_norm(
     ) -> tuple[Grads, Empty | ClipByGlobalNormState]:
         if not tree.leaves(grads):
             return grads, state
-        find = _classic_factor if classic else _factor
+        find = _classic_factor if classic else shrinkage
         (first, second), finite = find(grads, max_norm, float(norm_type))
         clipped = tree.scale(tree.scale(grads, first), second)
         if isinstance(state, ClipByGlobalNormState):
@@ -95,7 +95,7 @@ def _check_order(norm_type: Any, classic: bool) -> None:
 _SMALL = 2.0**-100
 
 
-def _factor(grads: Grads, max_norm: Number, order: float) -> tuple[tuple[Tensor, Tensor], Tensor]:
+def shrinkage(grads: Grads, max_norm: Number, order: float = 2.0) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """Return the two factors to multiply with one after the other, and whether the gradients are finite.
 
     One would do, but for a small bound over a large norm, whose ratio has no place in the leaf's dtype.
@@ -134,7 +134,7 @@ def clip_by_leaf_norm(max_norm: Number) -> Transform:
     check_number("clip_by_leaf_norm: max_norm", max_norm, minimum=0.0)
 
     def clip(leaf: Tensor, max_norm: Number) -> Tensor:
-        (first, second), _ = _factor(leaf, max_norm, 2.0)
+        (first, second), _ = shrinkage(leaf, max_norm)
         dtype = tree.compute_dtype(leaf.dtype)
         return leaf.to(dtype) * first.to(dtype) * second.to(dtype)
 

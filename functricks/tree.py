@@ -470,9 +470,11 @@ def _fast_lanes(
 
 def _any_differentiable(columns: Iterable[Iterable[Any]]) -> bool:
     """Would autograd have to see an operation on any of these?"""
-    if _is_dual() or not torch.is_grad_enabled():
-        return _is_dual()
-    return any(isinstance(value, Tensor) and value.requires_grad for column in columns for value in column)
+    if _is_dual():
+        return True
+    return torch.is_grad_enabled() and any(
+        isinstance(value, Tensor) and value.requires_grad for column in columns for value in column
+    )
 
 
 def _spread(value: Number, column: list[Tensor], laned: bool = False) -> Any:
@@ -498,11 +500,7 @@ def cast(tree: Tree, dtype: torch.dtype) -> Tree:
 
 def wide(tree: Tree) -> Tree:
     """Return the tree with half-precision leaves in float32."""
-    return map(_wide_leaf, tree)
-
-
-def _wide_leaf(leaf: Tensor) -> Tensor:
-    return leaf.float() if leaf.dtype in (torch.float16, torch.bfloat16) else leaf
+    return map(lambda leaf: leaf.to(compute_dtype(leaf.dtype)), tree)
 
 
 def pointwise(function: One, *trees: Tree, coefficients: Sequence[Number] = ()) -> Tree:
@@ -663,7 +661,7 @@ def _fusable(columns: list[list[Any]], step: Tensor) -> bool:
 
 def _look(value: Number) -> Number:
     """Return a plain 0-d CPU tensor as a Python number: a look is free there, and so is an operation with a number."""
-    if not isinstance(value, Tensor) or value.device.type != "cpu" or not value.is_floating_point():
+    if not isinstance(value, Tensor) or not value.is_floating_point() or not _may_look(value):
         return value
     if is_transformed() or torch.compiler.is_compiling() or _any_differentiable([[value]]):
         return value
@@ -689,7 +687,6 @@ def root_ratio(a: Tree, b: Tree, correction: Number, root_correction: Number, ep
 
 def where(condition: Tensor, a: Tree, b: Tree) -> Tree:
     """Return ``a`` where the 0-d bool ``condition`` holds, else ``b``, leaf by leaf."""
-
     if _holds_everywhere(condition):
         return a
 

@@ -442,10 +442,10 @@ def test_many_structures_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_rows_close(metrics_of(results), metrics_of(eager))
 
 
-def scan_in_python(body: Any, carry: Any, rows: Tensor) -> Any:
+def scan_in_python(body: Any, carry: Any, items: list[Tensor]) -> Any:
     outputs = []
-    for row in rows:
-        carry, output = body(carry, row)
+    for row in zip(*items, strict=True):
+        carry, output = body(carry, list(row))
         outputs.append(output)
     return carry, torch.stack(outputs)
 

@@ -135,16 +135,14 @@ def pgd(
     def perturbed(params: Params, batch: Batch, carry: Carry = (), *, scale: Number | None = None) -> Gradient:
         target = aim(params, batch)
 
-        def at(shift: Any, carry: Carry) -> _Visit:
-            found = grad_fn(target.moved(shift), batch, carry, scale=scale)
-            return _Visit(shift, found.grads, found.loss, found.carry)
+        def at(shift: dict[str, Tensor], carry: Carry) -> _Visit:
+            return _Visit.of(shift, grad_fn(target.moved(shift), batch, carry, scale=scale))
 
         def advance(last: _Visit, _: Any) -> _Visit:
-            shift = tree.add(last.shift, step(target.pick(last.grads), step_size, norm))
-            return at(project(shift, epsilon, norm), last.carry)
+            return at(_further(last, target, epsilon, step_size, norm), last.carry)
 
         clean = grad_fn(target.clean, batch, carry, scale=scale)
-        visit = _Visit(tree.zeros_like(target.start), clean.grads, clean.loss, clean.carry)
+        visit = _Visit.of(tree.zeros_like(target.start), clean)
         if key is not None:
             visit = at(*_random_start(key, clean.carry, target, epsilon, norm))
         visit = repeat(advance, advance(visit, None), steps - 1, unroll=unroll)
@@ -212,13 +210,11 @@ def free_lb(
 
         def advance(state: tuple[_Visit, Any], _: Any) -> tuple[_Visit, Any]:
             last, sums = state
-            shift = tree.add(last.shift, step(target.pick(last.grads), step_size, norm))
-            shift = project(shift, epsilon, norm)
+            shift = _further(last, target, epsilon, step_size, norm)
             found = grad_fn(target.moved(shift), batch, last.carry, scale=scale)
-            sums = tree.add(sums, (_wide(target.own(found.grads)), found.loss))
-            return _Visit(shift, found.grads, found.loss, found.carry), sums
+            return _Visit.of(shift, found), tree.add(sums, (tree.wide(target.own(found.grads)), found.loss))
 
-        state = (_Visit(shift, first.grads, first.loss, first.carry), (_wide(target.own(first.grads)), first.loss))
+        state = (_Visit.of(shift, first), (tree.wide(target.own(first.grads)), first.loss))
         if steps > 1:
             state = repeat(advance, advance(state, None), steps - 2, unroll=unroll)
         last, sums = state
@@ -303,6 +299,10 @@ class _Visit(NamedTuple):
     loss: Tensor
     carry: Carry
 
+    @classmethod
+    def of(cls, shift: dict[str, Tensor], found: Gradient) -> _Visit:
+        return cls(shift, found.grads, found.loss, found.carry)
+
 
 class _Target(NamedTuple):
     """What is perturbed: where it starts, and how it goes into and comes out of the gradient function."""
@@ -351,6 +351,11 @@ def _aim(
     return parameters if probe is None else activations
 
 
+def _further(last: _Visit, target: _Target, epsilon: Number, step_size: Number, norm: Norm) -> dict[str, Tensor]:
+    """Return where to go next: a step along the gradient, kept in the ball."""
+    return project(tree.add(last.shift, step(target.pick(last.grads), step_size, norm)), epsilon, norm)
+
+
 def _random_start(
     key: Key, carry: Carry, target: _Target, epsilon: Number, norm: Norm
 ) -> tuple[dict[str, Tensor], Carry]:
@@ -385,7 +390,3 @@ def _everything(path: str, leaf: Tensor) -> bool:
 
 def _is_matrix(path: str, leaf: Tensor) -> bool:
     return leaf.ndim > 1
-
-
-def _wide(grads: Grads) -> Grads:
-    return tree.map(lambda leaf: leaf.to(tree.compute_dtype(leaf.dtype)), grads)

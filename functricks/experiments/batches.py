@@ -58,9 +58,10 @@ class Minibatches:
         if not self.drop_last and rest.shape[-1] and most > steps:
             yield rest[None]
 
-    def take(self, rows: Tensor) -> Any:
-        """Return the batch of these rows, ``[..., B]``."""
-        return tree.map(lambda leaf: leaf[rows], self.data)
+
+def take(data: Any, rows: Tensor) -> Any:
+    """Return the batch of these rows, ``[..., B]``."""
+    return tree.map(lambda leaf: leaf[rows], data)
 
 
 def minibatches(

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from functricks import random, tree
-from functricks.experiments.batches import Minibatches
+from functricks.experiments.batches import Minibatches, take
 from functricks.experiments.configs import Config, Group, group, is_integer
 from functricks.experiments.results import Results
+from functricks.gradients._loop import scan
 from functricks.types import Batch, State
 
 __all__ = ["Experiment", "run"]
@@ -64,9 +65,8 @@ def run(
         configs: from :func:`grid` and :func:`zipped`. Their numbers become tensors with a leading axis; those that
             share everything else form one program.
         batches: :func:`minibatches`, or an iterable of batches that every lane sees.
-        key: from :func:`functricks.random.key`. A configuration's own key is ``fold_in(key, config.get("seed", 0))``:
-        the
-            result of a seed depends neither on what runs beside it nor on its place.
+        key: from :func:`functricks.random.key`. A configuration's own key is ``fold_in(key, config.get("seed", 0))``,
+            so that the result of a seed depends neither on what runs beside it nor on its place.
         eval_data: handed to ``evaluate``.
         eval_every: evaluate every so many steps too, into ``Results.history``.
         chunk_size: how many lanes at a time; ``"auto"`` keeps the state of a chunk in cache.
@@ -196,7 +196,7 @@ class _Program:
             for block in plan.blocks(rows, many, left):
                 left -= len(block)
                 if len(block) == 1:
-                    yield 1, partial(self._one_step, numbers, plan.take(block[0]))
+                    yield 1, partial(self._one_step, numbers, take(plan.data, block[0]))
                 else:
                     yield len(block), partial(self._many_steps, numbers, block, plan.data)
             epoch += 1
@@ -249,18 +249,12 @@ def _one_lane(function: Callable[..., Any], axes: tuple[int | None, ...]) -> Cal
 
 def _scan_of(step: Callable[..., State]) -> Callable[..., State]:
     """Return the function that does one step for each row of ``block``; its compile time does not grow with them."""
-    from torch._higher_order_ops.scan import scan
 
     def many(numbers: Config, state: State, block: Tensor, data: Any) -> State:
-        leaves, structure = tree.flatten(state)
+        def body(state: State, rows: Tensor) -> State:
+            return step(numbers, state, take(data, rows))
 
-        def body(carry: list[Tensor], rows: Tensor) -> tuple[list[Tensor], Tensor]:
-            batch = tree.map(lambda leaf: leaf[rows], data)
-            after = step(numbers, tree.unflatten(structure, carry), batch)
-            # a scan must not return an input unchanged
-            return [leaf.clone() for leaf in tree.leaves(after)], rows[..., 0].clone()
-
-        return tree.unflatten(structure, scan(body, leaves, block)[0])
+        return scan(body, state, block)
 
     return many
 

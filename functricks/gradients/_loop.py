@@ -10,7 +10,7 @@ from torch import Tensor
 
 from functricks import tree
 
-__all__ = ["fold", "repeat"]
+__all__ = ["fold", "repeat", "scan"]
 
 _UNROLLED = 2  # a scan of one or two iterations costs more to compile and to run than its body
 
@@ -32,8 +32,7 @@ def fold(body: Callable[[Any, Any], Any], state: Any, items: list[Any], *, unrol
         for item in items:
             state = body(state, item)
         return state
-    columns = [tree.flatten(item)[0] for item in items]
-    return _scan(body, state, [torch.stack(column) for column in zip(*columns, strict=True)], items[0])
+    return scan(body, state, tree.map(lambda *column: torch.stack(column), *items))
 
 
 def repeat(body: Callable[[Any, Tensor], Any], state: Any, times: int, *, first: int = 0, unroll: bool = False) -> Any:
@@ -41,15 +40,16 @@ def repeat(body: Callable[[Any, Tensor], Any], state: Any, times: int, *, first:
     return fold(body, state, list(torch.arange(first, first + times).unbind()), unroll=unroll)
 
 
-def _scan(body: Callable[[Any, Any], Any], state: Any, stacked: list[Tensor], like: Any) -> Any:
-    from torch._higher_order_ops.scan import scan
+def scan(body: Callable[[Any, Any], Any], state: Any, items: Any) -> Any:
+    """Return what :func:`fold` does for items that are stacked along a leading axis; only inside ``torch.compile``."""
+    from torch._higher_order_ops.scan import scan as torch_scan
 
     leaves, structure = tree.flatten(state)
-    _, item_structure = tree.flatten(like)
+    stacked, item_structure = tree.flatten(items)
 
     def step(carry: list[Tensor], rows: list[Tensor]) -> tuple[list[Tensor], Tensor]:
         new = body(tree.unflatten(structure, carry), tree.unflatten(item_structure, rows))
         # a scan must not return an input unchanged, and needs something to stack
         return [leaf.clone() for leaf in tree.leaves(new)], rows[0].reshape(-1)[:1].clone()
 
-    return tree.unflatten(structure, scan(step, leaves, stacked)[0])
+    return tree.unflatten(structure, torch_scan(step, leaves, stacked)[0])

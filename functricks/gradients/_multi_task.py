@@ -97,7 +97,7 @@ class _Task:
         weighted = torch.where(present, weighted, 0.0).to(found.loss.dtype)
         own = {f"{self.name}.{metric}": value for metric, value in found.metrics.items()}
         metrics = {f"{self.name}.loss": found.loss, f"{self.name}.weighted_loss": weighted, **own}
-        grads = tree.scale(tree.map(lambda leaf: leaf.to(tree.compute_dtype(leaf.dtype)), found.grads), self.factor)
+        grads = tree.scale(tree.wide(found.grads), self.factor)
         return Gradient(grads, weighted, found.weight, found.carry, metrics)
 
     def slope(self, loss: Tensor, present: Tensor) -> dict[str, Tensor]:

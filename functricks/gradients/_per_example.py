@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from functricks import tree
+from functricks.clipping import shrinkage
 from functricks.gradients._gradient import gradient
 from functricks.transforms.base import check_number
 from functricks.types import Batch, Carry, GradFn, Gradient, LossFn, Number, Params
@@ -94,24 +95,18 @@ def clip_per_example(
 
     def clipped(params: Params, batch: Batch, carry: Carry = (), *, scale: Number | None = None) -> Gradient:
         found = every(params, batch, carry, scale=scale)
-        factor = torch.vmap(lambda grads: _factor(grads, max_norm))(found.grads)
+        first, second = torch.vmap(lambda grads: shrinkage(grads, max_norm)[0])(found.grads)
+        shrunk = torch.vmap(tree.scale)(found.grads, first)
         weight = found.weight.sum()
         share = found.weight / torch.where(weight == 0, 1, weight)
         # gradient divides by 1 where the weight is 0
         numerator = torch.where(found.weight == 0, 1, found.weight) / torch.where(weight == 0, 1, weight)
-        grads = tree.map(lambda leaf: _weighted_sum(leaf, numerator * factor), found.grads)
+        grads = tree.map(lambda leaf: _weighted_sum(leaf, numerator * second), shrunk)
         metrics = {name: _weighted_sum(value, share) for name, value in found.metrics.items()}
-        metrics["clipped"] = _weighted_sum((factor < 1).to(share.dtype), share)
+        metrics["clipped"] = _weighted_sum((first * second < 1).to(share.dtype), share)
         return Gradient(grads, _weighted_sum(found.loss, numerator), weight, found.carry, metrics)
 
     return clipped
-
-
-def _factor(grads: Any, max_norm: Number) -> Tensor:
-    peak, relative = tree.norm_parts(grads)
-    clips = torch.isfinite(peak) & torch.isfinite(relative) & (peak * relative > max_norm)
-    safe_peak, safe_relative = torch.where(clips, peak, 1.0), torch.where(clips, relative, 1.0)
-    return torch.where(clips, max_norm / safe_peak / safe_relative, 1.0)
 
 
 def _weighted_sum(rows: Tensor, share: Tensor) -> Tensor:
