@@ -661,9 +661,9 @@ def _fusable(columns: list[list[Any]], step: Tensor) -> bool:
 
 def _look(value: Number) -> Number:
     """Return a plain 0-d CPU tensor as a Python number: a look is free there, and so is an operation with a number."""
-    if not isinstance(value, Tensor) or not value.is_floating_point() or not _may_look(value):
+    if not isinstance(value, Tensor) or not value.is_floating_point() or torch.compiler.is_compiling():
         return value
-    if is_transformed() or torch.compiler.is_compiling() or _any_differentiable([[value]]):
+    if is_transformed() or _any_differentiable([[value]]) or not _may_look(value):
         return value
     looked: Any = value.tolist()
     return float(looked)
