@@ -1,0 +1,238 @@
+"""``functional``: a module as a pure function of its parameters and buffers."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+import zlib
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch._C._functorch as functorch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from functricks import random, tree
+from functricks.modules._pure import POOLED, KeyedDropout, PureBatchNorm, Rate, draws_unkeyed, join, purify
+
+Buffers: TypeAlias = dict[str, Tensor]
+Dropout: TypeAlias = Rate | Mapping[str, Rate]
+Apply: TypeAlias = Callable[..., tuple[Any, Buffers]]
+
+OFF = torch.empty(0)  # in the place of a rate: this dropout is switched off, whatever the key
+
+
+class Functional(NamedTuple):
+    """A module as values: a pure function, and the parameters and buffers that it was made with.
+
+    ``apply(params, buffers, *args, key=None, train=None, dropout=None, **kwargs) -> (output, buffers)``, where ``args``
+    and ``kwargs`` are those of the module's ``forward``; see :func:`functional`.
+    """
+
+    apply: Apply
+    params: dict[str, Tensor]
+    buffers: Buffers
+
+
+def functional(model: nn.Module) -> Functional:
+    """Turn a module into a pure function of its parameters and buffers.
+
+    Classic: calling the module, which updates its buffers in place and draws dropout masks from a global generator;
+    :func:`torch.func.functional_call` takes the parameters as values, but does both as well.
+
+    The result's ``apply(params, buffers, *args, key=None, train=None, dropout=None, **kwargs)`` returns
+    ``(output, buffers)``:
+
+    - ``params``, ``buffers``: dicts with the names of the module's ``named_parameters()`` and ``named_buffers()``,
+      each tensor once, also when it is shared. They are never written to; the new buffers are returned.
+    - ``key``: int64 [2], from :mod:`functricks.random`. The mask of a dropout depends on this key, the module's path
+      and how often it was called before in this ``apply``: adding a layer never shifts the masks of another, and lane
+      ``i`` of a ``vmap`` draws what the call alone would.
+    - ``train``: True and False as ``model.train()`` and ``model.eval()``; None as the flags were when
+      :func:`functional` was called.
+    - ``dropout``: overrides the rate of every dropout: a number in [0, 1], a 0-d tensor (which may be batched by
+      ``vmap``), or a dict from globs on the modules' paths to these, the last match counting. 0 is exactly no dropout.
+
+    Args:
+        model: any module whose ``forward`` depends on its parameters, buffers and arguments only. It is copied, once;
+            its hooks are copied along.
+
+    ``params`` and ``buffers`` are detached copies of the module's. BatchNorm on inputs in half precision computes in
+    the precision of its statistics. A dropout with ``inplace=True`` does not write to its input.
+
+    Raises ValueError for a lazy module that has not seen a batch and for SyncBatchNorm; ``apply`` does for names that
+    are missing or unknown, for dropout that has to draw without a key, and for modules that draw random numbers in a
+    way that no key controls (dropout inside RNNs and MultiheadAttention, RReLU), which it names.
+
+    Dropout that ``forward`` calls as a function (``F.dropout``) draws from the global generator, as in PyTorch: use a
+    module. An activation checkpoint that recomputes in the backward pass raises; call it outside of the module.
+
+    >>> from functricks import random
+    >>> model = functional(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Dropout(0.5)))
+    >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> output, buffers = model.apply(model.params, model.buffers, x, key=random.key(0))
+    >>> output.shape, buffers["1.num_batches_tracked"], model.buffers["1.num_batches_tracked"]
+    (torch.Size([2, 3]), tensor(1), tensor(0))
+    """
+    _check_supported(model)
+    params = {name: p.detach().clone() for name, p in model.named_parameters()}
+    buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
+    # The private copies hold these tensors in the place of the user's, as placeholders that no call ever reads.
+    # Without storage: what reads one all the same, such as an activation checkpoint in the backward pass, fails loudly.
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()
+    }
+    memo |= {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
+    names = {id(memo[id(t)]): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    # One copy a mode: a call then flips no flag, and a module's own train() decides what stays frozen.
+    calls = {train: _Call(copy.deepcopy(model, dict(memo)), names, train) for train in (None, True, False)}
+
+    def apply(
+        params: dict[str, Tensor],
+        buffers: Buffers,
+        *args: Any,
+        key: Tensor | None = None,
+        train: bool | None = None,
+        dropout: Dropout | None = None,
+        **kwargs: Any,
+    ) -> tuple[Any, Buffers]:
+        return calls[train](params, buffers, args, kwargs, key, dropout)
+
+    return Functional(apply, params, buffers)
+
+
+def _check_supported(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        if any(nn.parameter.is_lazy(t) for t in [*module._parameters.values(), *module._buffers.values()]):
+            raise ValueError(f"functional: {path!r} is lazy and has no shape yet; call the model once on a batch first")
+        if isinstance(module, nn.SyncBatchNorm):
+            raise ValueError(f"functional: {path!r} is SyncBatchNorm, which talks to other ranks; use BatchNorm")
+
+
+class _Call:
+    """A private copy of a module in one mode, and which value goes where in it."""
+
+    def __init__(self, module: nn.Module, names: Mapping[int, str], train: bool | None) -> None:
+        self.module = module if train is None else module.train(train)
+        self.title = type(module).__name__
+        self.turn = threading.RLock()
+        # Pairs (slot, name): a shared tensor has one name and several slots.
+        self.params: list[tuple[str, str]] = []
+        self.read: list[tuple[str, str]] = []  # buffers of which we know that this mode only reads them
+        self.written: list[tuple[str, str]] = []  # all others, which may be written to in place
+        self.buffer_slots: dict[str, str] = {}  # name -> the slot that its new value is read from
+        self.pooled_slots: dict[str, str] = {}  # the same, for what accumulate puts beside BatchNorm's statistics
+        self.rates: dict[str, float] = {}  # of the dropouts that are in training mode
+        self.hashes: dict[str, int] = {}
+        self.unkeyed: list[str] = []
+        for path, child in module.named_modules():
+            self._add(path, child, names)
+        self.param_names = dict.fromkeys(name for _, name in self.params)
+
+    def _add(self, path: str, module: nn.Module, names: Mapping[int, str]) -> None:
+        self.params += [(join(path, a), names[id(p)]) for a, p in module._parameters.items() if p is not None]
+        buffers = [(join(path, a), names[id(b)]) for a, b in module._buffers.items() if b is not None]
+        if module.training and draws_unkeyed(module):
+            self.unkeyed.append(path)
+        purify(module, path)
+        (self.read if isinstance(module, PureBatchNorm) and not module.training else self.written).extend(buffers)
+        for slot, name in buffers:
+            self.buffer_slots.setdefault(name, slot)
+            if isinstance(module, PureBatchNorm) and slot == join(path, "running_mean"):
+                prefix = name.removesuffix("running_mean")
+                self.pooled_slots.update({f"{prefix}{sibling}": join(path, sibling) for sibling in POOLED})
+        if isinstance(module, KeyedDropout) and module.training:
+            self.rates[path] = module.p
+            self.hashes[path] = zlib.crc32(path.encode())  # not hash(), which differs from process to process
+
+    def __call__(
+        self,
+        params: dict[str, Tensor],
+        buffers: Buffers,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        key: Tensor | None,
+        dropout: Dropout | None,
+    ) -> tuple[Any, Buffers]:
+        pooled = {name: buffer for name, buffer in buffers.items() if name in self.pooled_slots}
+        own = {name: buffer for name, buffer in buffers.items() if name not in pooled} if pooled else buffers
+        self._check(params, own)
+        values = {slot: params[name] for slot, name in self.params}
+        values.update({slot: buffers[name] for slot, name in self.read})
+        if self.written:
+            zero = _zero_with_lanes([params, buffers, args, kwargs, key, dropout])
+            fresh = {name: _renew(buffers[name], zero) for _, name in self.written}  # one a name: ties stay ties
+            values.update({slot: fresh[name] for slot, name in self.written})
+            values.update({self.pooled_slots[name]: _renew(buffer, zero) for name, buffer in pooled.items()})
+        if self.rates:
+            values.update(self._draws(key, dropout))
+        # The values sit in the copy while it runs, so that two threads must take turns; a trace has one thread.
+        with nullcontext() if torch.compiler.is_compiling() else self.turn:
+            output = functional_call(self.module, values, args, kwargs, tie_weights=False)
+        new = {name: values[self.buffer_slots[name]] for name in own}
+        new.update({name: values.get(self.pooled_slots[name], buffer) for name, buffer in pooled.items()})
+        return output, new
+
+    def _check(self, params: dict[str, Tensor], buffers: Buffers) -> None:
+        for what, given, expected in (("params", params, self.param_names), ("buffers", buffers, self.buffer_slots)):
+            if given.keys() != expected.keys():
+                missing, unknown = [n for n in expected if n not in given], [n for n in given if n not in expected]
+                raise ValueError(f"apply of {self.title}: {what} lack {missing} and have unknown names {unknown}")
+        if self.unkeyed:
+            raise ValueError(
+                f"apply of {self.title}: {', '.join(map(repr, self.unkeyed))} would draw random numbers that no key "
+                f"controls; set the dropout inside to 0, or call with train=False"
+            )
+
+    def _draws(self, key: Tensor | None, dropout: Dropout | None) -> dict[str, Tensor]:
+        """Return the keys and the rates of this call, as values for the buffers of the dropout modules."""
+        rates: dict[str, Rate] = dict(self.rates) if dropout is None else self._overridden(dropout)
+        values: dict[str, Tensor] = {}
+        if dropout is not None:
+            values.update({join(path, "keyed_rate"): _as_tensor(rate, key) for path, rate in rates.items()})
+        drawing = [path for path, rate in rates.items() if isinstance(rate, Tensor) or rate != 0]
+        if key is not None and drawing:
+            hashes = torch.tensor([self.hashes[path] for path in drawing], device=key.device)
+            # Cloned, so that it belongs to the present functorch level: the modules advance their keys in place.
+            keys = random.fold_in(key, hashes).clone().unbind()
+            values.update({join(path, "keyed_key"): k for path, k in zip(drawing, keys, strict=True)})
+        return values
+
+    def _overridden(self, dropout: Dropout) -> dict[str, Rate]:
+        if not isinstance(dropout, Mapping):
+            return dict.fromkeys(self.rates, dropout)
+        rates: dict[str, Rate] = dict(self.rates)
+        for glob, rate in dropout.items():
+            chosen = tree.select(glob, self.rates, name=f"apply of {self.title}: dropout")
+            rates.update({path: rate for path in rates if chosen[path]})
+        return rates
+
+
+def _zero_with_lanes(given: Any) -> Tensor | None:
+    """Return a zero that has the lanes of everything given, under ``vmap``; None where there are none.
+
+    What is written in place must already have the lanes of what is written, and those are not known before the call.
+    One lane too many does no harm: ``vmap`` gives each result all lanes anyway.
+    """
+    leaves = [leaf for leaf in tree.leaves(given) if isinstance(leaf, Tensor)]
+    if not torch.compiler.is_compiling():
+        leaves = [leaf for leaf in leaves if functorch.is_functorch_wrapped_tensor(leaf)]
+    zeros = [leaf.detach().new_zeros((), dtype=torch.float32) for leaf in leaves]
+    return functools.reduce(torch.add, zeros) if zeros else None
+
+
+def _renew(buffer: Tensor, zero: Tensor | None) -> Tensor:
+    if zero is None:
+        return buffer.clone()
+    return buffer | zero.bool() if buffer.dtype == torch.bool else buffer + zero.to(buffer.dtype)
+
+
+def _as_tensor(rate: Rate, key: Tensor | None) -> Tensor:
+    if isinstance(rate, Tensor):
+        return rate
+    if not 0 <= rate <= 1:
+        raise ValueError(f"apply: dropout must be in [0, 1], got {rate!r}")
+    return torch.full((), rate, dtype=torch.float64, device=None if key is None else key.device) if rate else OFF

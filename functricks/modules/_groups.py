@@ -1,0 +1,33 @@
+"""Which parameters of a module weight decay leaves out."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+_NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+def no_decay(model: nn.Module) -> dict[str, bool]:
+    """Say for every parameter whether weight decay should leave it out: biases and the parameters of normalisation.
+
+    Chosen by kind, not by the layer's name: every parameter with at most one axis (biases, gains, scalars), every
+    parameter of a normalisation layer, and what its own module calls a bias. A matrix in a layer that is called
+    ``bias_proj`` decays.
+
+    Classic: two parameter groups filled by ``if "bias" in name or "LayerNorm" in name``, which misses ``norm1``.
+
+    Args:
+        model: the module; the names are those of ``functional(model).params``.
+
+    >>> no_decay(nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3)))
+    {'0.weight': False, '0.bias': True, '1.weight': True, '1.bias': True}
+    >>> decay_where = {name: not left_out for name, left_out in no_decay(nn.Linear(2, 3)).items()}
+    """
+    left_out: dict[int, bool] = {}
+    for module in model.modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                kind = isinstance(module, _NORMS) or attribute.startswith("bias") or attribute == "in_proj_bias"
+                left_out[id(parameter)] = left_out.get(id(parameter), False) or kind or parameter.dim() <= 1
+    return {name: left_out[id(parameter)] for name, parameter in model.named_parameters()}

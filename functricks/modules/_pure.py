@@ -1,0 +1,188 @@
+"""Modules that write or draw, made pure: BatchNorm and dropout whose values of one call arrive as buffers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from functricks import random
+
+Rate: TypeAlias = float | Tensor
+Draw: TypeAlias = Callable[[Tensor, Tensor, Any], Tensor]
+
+
+def join(path: str, attribute: str) -> str:
+    return f"{path}.{attribute}" if path else attribute
+
+
+def purify(module: Any, path: str) -> None:
+    """Give a module of a private copy a pure ``forward``, if its own is one that we know; its type stays a subtype."""
+    kind: Any = type(module)
+    if isinstance(module, _BatchNorm) and kind.forward is _BatchNorm.forward:
+        module.__class__ = _subtype(PureBatchNorm, kind)
+        for sibling in POOLED:
+            module.register_buffer(sibling, None, persistent=False)
+    for known, draw in _DRAWS.items():
+        if isinstance(module, known) and kind.forward is known.forward:
+            module.__class__ = _subtype(KeyedDropout, kind)
+            _prepare(module, path, draw)
+
+
+def _prepare(module: Any, path: str, draw: Draw) -> None:
+    module.keyed_path, module.keyed_draw = path, draw
+    module.register_buffer("keyed_key", None, persistent=False)
+    module.register_buffer("keyed_rate", None, persistent=False)
+
+
+@functools.cache
+def _subtype(pure: Any, kind: Any) -> Any:
+    return type(kind.__name__, (pure, kind), {})
+
+
+def draws_unkeyed(module: Any) -> bool:
+    """Does the module, in training mode, draw from the global generator?"""
+    if isinstance(module, nn.RNNBase):
+        return bool(module.dropout > 0 and module.num_layers > 1)
+    if isinstance(module, nn.MultiheadAttention):
+        return bool(module.dropout > 0)
+    if isinstance(module, _DropoutNd):
+        return bool(module.p > 0) and not any(type(module).forward is known.forward for known in _DRAWS)
+    return isinstance(module, nn.RReLU)
+
+
+POOLED = tuple(f"pooled_{name}" for name in ("count", "mean", "m2", "start_mean", "start_var", "start_batches"))
+
+
+class PureBatchNorm(_BatchNorm):
+    """BatchNorm whose cumulative average reads no tensor, and which takes half precision under ``vmap`` too.
+
+    It writes in place to its running statistics, as torch's kernel does: the call gave it fresh ones.
+    """
+
+    pooled_count: Tensor | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        mean, var, count = self.running_mean, self.running_var, self.num_batches_tracked
+        if mean is None or var is None:
+            return super().forward(input)
+        wide = input.to(mean.dtype)  # torch's batching rule refuses mixed dtypes
+        if self.training and isinstance(self.pooled_count, Tensor):
+            return self._pool(wide).to(input.dtype)
+        check: Callable[[Tensor], None] = self._check_input_dim
+        check(wide)
+        tracks = self.training and self.track_running_stats
+        if tracks and count is not None:
+            count.add_(1)
+        if not tracks or count is None or self.momentum is not None:
+            own = self.training and not tracks  # normalise by the batch, and forget its statistics
+            momentum = 0.0 if self.momentum is None else self.momentum
+            return self._apply_to(wide, None if own else mean, None if own else var, momentum).to(input.dtype)
+        output, batch_mean, batch_var = self._normalise(wide)
+        factor = 1.0 / count.double()
+        for running, new in ((mean, batch_mean), (var, batch_var)):
+            running.copy_(factor * new.double() + (1.0 - factor) * running.double())
+        return output.to(input.dtype)
+
+    def _normalise(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the output, and the mean and the unbiased variance of the batch."""
+        old: Any = self.running_mean  # with the lanes of everything: what is written in place needs them
+        mean, var = torch.zeros_like(old), torch.ones_like(old)
+        return self._apply_to(input, mean, var, 1.0), mean, var
+
+    def _apply_to(self, input: Tensor, mean: Tensor | None, var: Tensor | None, momentum: float) -> Tensor:
+        affine: Any = (self.weight, self.bias)  # None without affine=True
+        weight, bias = (None if p is None else p.to(input.dtype) for p in affine)
+        return F.batch_norm(input, mean, var, weight, bias, self.training, momentum, self.eps)
+
+    def _pool(self, input: Tensor) -> Tensor:
+        """Merge the batch into those of the window, and take one step from its start: see ``accumulate``.
+
+        Reference: Chan, Golub and LeVeque 1979, "Updating formulae and a pairwise algorithm".
+        """
+        own: Any = self  # whose buffers are all there
+        own._check_input_dim(input)
+        output, batch_mean, batch_var = self._normalise(input)
+        size = input.numel() / batch_mean.numel()
+        total = own.pooled_count + size
+        apart = batch_mean - own.pooled_mean
+        mean = own.pooled_mean + apart * (size / total)
+        m2 = own.pooled_m2 + batch_var * (size - 1) + apart.square() * (own.pooled_count * size / total)
+        factor = own.momentum
+        if isinstance(own.pooled_start_batches, Tensor):
+            batches = own.pooled_start_batches + 1
+            factor = (1.0 / batches.double()).to(mean.dtype) if factor is None else factor
+            own.num_batches_tracked.copy_(batches)
+        for old, new in (
+            (own.running_mean, (1 - factor) * own.pooled_start_mean + factor * mean),
+            (own.running_var, (1 - factor) * own.pooled_start_var + factor * (m2 / (total - 1))),
+            (own.pooled_count, total),
+            (own.pooled_mean, mean),
+            (own.pooled_m2, m2),
+        ):
+            old.copy_(new)
+        return output
+
+
+class KeyedDropout(_DropoutNd):
+    """Dropout whose key, and rate where it is overridden, are buffers that the call supplies."""
+
+    keyed_path: str
+    keyed_draw: Draw
+    keyed_key: Tensor | None
+    keyed_rate: Tensor | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        rate: Rate = self.p if self.keyed_rate is None else self.keyed_rate
+        if not self.training or (rate.numel() == 0 if isinstance(rate, Tensor) else rate == 0):
+            return input
+        key = self.keyed_key
+        if key is None:
+            raise ValueError(
+                f"apply: {self.keyed_path!r} is dropout in training mode and has no key to draw from; pass key=, "
+                f"train=False or dropout=0.0"
+            )
+        output = self.keyed_draw(key, input, rate)
+        key.add_(1)  # for the module's next call; Threefry under a neighbouring key is as good as under any other
+        return output
+
+
+def _drop_elements(key: Tensor, x: Tensor, rate: Rate) -> Tensor:
+    return random.dropout(key, x, rate)
+
+
+def _drop_channels(key: Tensor, x: Tensor, rate: Rate, batched: int = 0) -> Tensor:
+    """Drop whole channels; the channel axis is 1, or 0 where the input has fewer axes than ``batched``."""
+    kept = 1 if x.dim() < batched else 2
+    return random.dropout(key, x, rate, mask_shape=(*x.shape[:kept], *(1 for _ in x.shape[kept:])))
+
+
+def _drop_alpha(key: Tensor, x: Tensor, rate: Rate, mask_shape: tuple[int, ...] | None = None) -> Tensor:
+    r"""Send elements to SELU's negative limit :math:`-\lambda\alpha` and restore mean 0 and variance 1."""
+    limit = 1.7580993408473766
+    mask = random.dropout(key, torch.ones(mask_shape or x.shape, dtype=x.dtype, device=x.device), rate)
+    drop = torch.as_tensor(rate, dtype=torch.float64, device=x.device)
+    some = drop < 1  # at rate 1 everything is zero, as in PyTorch
+    scale = some / ((limit**2 * drop + 1) * torch.where(some, 1 - drop, 1.0)).sqrt()
+    shift = limit * drop * scale
+    return torch.where(mask > 0, x, -limit) * scale.to(x.dtype) + shift.to(x.dtype)
+
+
+def _drop_alpha_channels(key: Tensor, x: Tensor, rate: Rate) -> Tensor:
+    return _drop_alpha(key, x, rate, (*x.shape[:2], *(1 for _ in x.shape[2:])))
+
+
+_DRAWS: dict[type[nn.Module], Draw] = {
+    nn.Dropout: _drop_elements,
+    nn.Dropout1d: functools.partial(_drop_channels, batched=3),
+    nn.Dropout2d: _drop_channels,
+    nn.Dropout3d: functools.partial(_drop_channels, batched=5),
+    nn.AlphaDropout: _drop_alpha,
+    nn.FeatureAlphaDropout: _drop_alpha_channels,
+}
