@@ -39,6 +39,7 @@ __all__ = [
     "adam",
     "add",
     "add_scaled",
+    "add_to_total",
     "all_finite",
     "below_lanes",
     "cast",
@@ -549,6 +550,20 @@ def add_scaled(a: Tree, b: Tree, c: Number) -> Tree:
         return torch._foreach_add(a, b, alpha=c)
 
     return _pointwise(lambda a, b, c: a + b * c, many, (a, b), (c,))
+
+
+def add_to_total(total: Tree, term: Tree, c: Number) -> Tree:
+    """Return ``total + c * term`` as :func:`add_scaled`, writing over ``total`` where that saves making it anew.
+
+    ``total`` must belong to the caller alone: what :func:`scale` or this function returned, and what nobody else has
+    seen. Fresh memory for every term costs more than the addition itself.
+    """
+    columns, _ = _columns((total, term))
+    number = _look(c)
+    if isinstance(number, Tensor) or torch.compiler.is_compiling() or is_transformed() or _any_differentiable(columns):
+        return add_scaled(total, term, c)
+    torch._foreach_add_(columns[0], _as(columns[1], columns[0]), alpha=number)
+    return total
 
 
 def scaled_sum(c: Number, a: Tree, k: Number, b: Tree) -> Tree:

@@ -80,13 +80,10 @@ def accumulate(
 
         def one(part: Batch, before: Carry, sums: _Sums | None = None) -> tuple[_Sums, Carry]:
             found = grad_fn(params, part, before, scale=scale)
-            new = _added(sums, found)
-            if nonfinite == "keep":
-                return new, found.carry
-            finite = tree.all_finite((found.grads, found.loss))
-            without = tree.zeros_like(new) if sums is None else sums
-            kept: tuple[_Sums, Carry] = tree.where(finite, (new, found.carry), (without, before))
-            return kept
+            if nonfinite == "drop":
+                finite = tree.all_finite((found.grads, found.loss))
+                found = tree.where(finite, found, tree.zeros_like(found)._replace(carry=before))
+            return _added(sums, found), found.carry
 
         ours = False
         if batch_norm == "pooled":
@@ -144,7 +141,7 @@ def _added(sums: _Sums | None, one: Gradient) -> _Sums:
         wide_means, wide_metrics = tree.map(lambda leaf: leaf.to(_wide(leaf)), (means, metrics))
         grads, loss = tree.scale(wide_means, factor)
         return _Sums(grads, loss, tree.scale(wide_metrics, one.weight), one.weight)
-    grads, loss = tree.add_scaled((sums.grads, sums.loss), means, factor)
+    grads, loss = tree.add_to_total((sums.grads, sums.loss), means, factor)
     return _Sums(grads, loss, tree.add_scaled(sums.metrics, metrics, one.weight), sums.weight + one.weight)
 
 

@@ -196,7 +196,7 @@ def _check_first_order(*inputs: Any) -> None:
         raise ValueError(
             "gradient: backend='autograd' records nothing under torch.inference_mode(); use torch.no_grad() instead"
         )
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or not any(isinstance(x, Tensor) and x.requires_grad for x in tree.leaves(inputs)):
         return
     for what, value in zip(("params", "batch", "carry", "scale"), inputs, strict=True):
         for path, leaf in tree.named_leaves(value).items():

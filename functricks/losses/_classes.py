@@ -20,6 +20,7 @@ from functricks.losses._boundary import (
     check_within,
     finish,
     hyper,
+    is_concrete,
     is_number,
     positive,
     warn_if_probabilities,
@@ -270,7 +271,7 @@ def _of_indices(
     log_p: Tensor, rows: Rows, weight: Tensor | None, smoothing: Number, mode: WeightMode, axis: int
 ) -> tuple[Tensor, Tensor]:
     """Return the values and the weights for class indices."""
-    values = -log_p.gather(axis, rows.classes.unsqueeze(axis)).squeeze(axis)
+    values = _picked(log_p, rows.classes, axis)
     weights = torch.ones_like(values)
     if weight is not None:
         weights = weight.gather(0, rows.classes.reshape(-1)).reshape(rows.classes.shape)
@@ -281,6 +282,13 @@ def _of_indices(
     if rows.ignored is None:
         return values, weights
     return values.masked_fill(rows.ignored, 0), weights.masked_fill(rows.ignored, 0)
+
+
+def _picked(log_p: Tensor, classes: Tensor, axis: int) -> Tensor:
+    """Return the cost of the right class, for classes in range: in one kernel where it is the faster way."""
+    if log_p.ndim == 2 and is_concrete(log_p, classes):
+        return F.nll_loss(log_p, classes, reduction="none")
+    return -log_p.gather(axis, classes.unsqueeze(axis)).squeeze(axis)
 
 
 def _spread(log_p: Tensor, weight: Tensor | None, weights: Tensor, mode: WeightMode, axis: int) -> Tensor:
