@@ -435,8 +435,18 @@ def _pointwise(one: One, many: Many | None, trees: Sequence[Tree], coefficients:
 def _fit(value: Number, leaf: Tensor) -> Number:
     """Cast a tensor coefficient to the dtype in which it meets the leaf."""
     if isinstance(value, Tensor) and value.dtype != torch.bool and leaf.is_floating_point():
-        return value.to(compute_dtype(leaf.dtype))
+        fitted = value.to(compute_dtype(leaf.dtype))
+        return _computed_once(fitted) if torch.compiler.is_compiling() else fitted
     return value
+
+
+def _computed_once(coefficient: Tensor) -> Tensor:
+    """Keep the compiler from computing a coefficient again for every few entries of a leaf.
+
+    It would inline ``beta**t`` into the loop over the leaf, and a float64 power there costs more than all the rest. A
+    view by explicit strides needs its base in memory.
+    """
+    return coefficient.as_strided(coefficient.size(), coefficient.stride())
 
 
 def _fast(many: Many, columns: list[list[Any]], coefficients: Sequence[Number]) -> Sequence[Tensor] | None:
@@ -643,16 +653,34 @@ def adam(
     """
     columns, structure = _columns((grads, mu, nu))
     numbers = [value for value in (_look(one) for one in (*betas, eps)) if not isinstance(value, Tensor)]
-    if len(numbers) < 3 or not _fusable(columns, step):
+    fused = _adam_fused(columns, numbers, step) if len(numbers) == 3 and columns[0] else None
+    if fused is None:
         return _adam_by_parts(mu, nu, grads, betas, eps, step)
-    out = [torch.zeros_like(leaf) for leaf in columns[0]]
-    new_mu, new_nu = ([leaf.clone() for leaf in column] for column in columns[1:])
-    (beta1, beta2, epsilon), steps = numbers, [step.float()] * len(out)
-    torch._fused_adamw_(
-        out, columns[0], new_mu, new_nu, [], steps,
-        lr=-1.0, beta1=beta1, beta2=beta2, weight_decay=0.0, eps=epsilon, amsgrad=False, maximize=False,
-    )  # fmt: skip
-    return unflatten(structure, out), unflatten(structure, new_mu), unflatten(structure, new_nu)
+    direction, new_mu, new_nu = (unflatten(structure, column) for column in fused)
+    return direction, new_mu, new_nu
+
+
+def _adam_fused(columns: list[list[Any]], numbers: list[float], step: Tensor) -> list[list[Tensor]] | None:
+    """Do it on plain tensors or the stacked tensors below the lanes; None where the kernel does not apply."""
+    level = lanes()
+    if torch.compiler.is_compiling() or (level is None and is_transformed()):
+        return None
+    found = [[below_lanes(leaf) for leaf in column] for column in columns]
+    stacked, steps = [[leaf for leaf, _ in column] for column in found], below_lanes(step)[0]
+    with outside_lanes():
+        if len({laned for column in found for _, laned in column}) > 1 or not _fusable(stacked, steps):
+            return None
+        direction = [torch.zeros_like(leaf) for leaf in stacked[0]]
+        mu, nu = ([leaf.clone() for leaf in column] for column in stacked[1:])
+        (beta1, beta2, eps), count = numbers, [steps.flatten()[0].float()] * len(direction)
+        torch._fused_adamw_(
+            direction, stacked[0], mu, nu, [], count,
+            lr=-1.0, beta1=beta1, beta2=beta2, weight_decay=0.0, eps=eps, amsgrad=False, maximize=False,
+        )  # fmt: skip
+        results = [direction, mu, nu]
+        if level is None or not found[0][0][1]:
+            return results
+        return [[above_lanes(leaf, level) for leaf in column] for column in results]
 
 
 def _adam_by_parts(
@@ -664,14 +692,14 @@ def _adam_by_parts(
     return root_ratio(mu, nu, 1 - kept[0], torch.sqrt(1 - kept[1]), eps), mu, nu
 
 
-def _fusable(columns: list[list[Any]], step: Tensor) -> bool:
-    """May the fused kernel do it: plain, dense CPU leaves of one dtype?"""
-    if torch.compiler.is_compiling() or is_transformed() or not columns[0] or not step.is_cpu:
-        return False
+def _fusable(columns: list[list[Any]], steps: Tensor) -> bool:
+    """May the fused kernel do it: plain, dense CPU leaves of one dtype, and lanes that have taken as many steps?"""
     dtype = columns[0][0].dtype
-    if dtype not in (torch.float32, torch.float64) or _any_differentiable(columns):
+    if dtype not in (torch.float32, torch.float64) or _any_differentiable(columns) or not _may_look(steps):
         return False
-    return all(leaf.dtype == dtype and leaf.is_cpu and leaf.is_contiguous() for column in columns for leaf in column)
+    if any(x.dtype != dtype or not x.is_cpu or not x.is_contiguous() for column in columns for x in column):
+        return False
+    return steps.ndim == 0 or bool((steps == steps[0]).all())
 
 
 def _look(value: Number) -> Number:

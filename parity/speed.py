@@ -1,205 +1,30 @@
-"""Time the functional training step against the classic loop, in one process: ``python -m parity.speed``.
+"""Time functricks against classic PyTorch, in one process: ``python -m parity.speed``.
 
-The problem: a perceptron 64-64-64-10, batches of 32, AdamW. The classic loop trains one run: draw a minibatch by a
-shuffled index, ``zero_grad``, forward, ``backward``, ``AdamW.step``. The functional program trains 64 runs that differ
-in their learning rate, each with the whole atomic step and its own minibatches drawn from keys, through
-:func:`functricks.experiments.run`. Times are milliseconds for one training step of one run.
-
-One round is an epoch of the functional program, then an epoch of the classic loop with AdamW's default flags, then one
-with ``fused=True``: slow spells of the machine hit all three. Rounds that compile are dropped; medians are compared.
+Every row says what is timed; the modules named ``speed_*`` have the details. The two versions of a row take turns, so
+that slow spells of the machine hit both, rounds that compile are dropped, and medians are compared. Freed memory stays
+with the process, see :func:`parity.timing.keep_freed_memory`.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import cache, partial
-from typing import Literal, NamedTuple
-from unittest import mock
+from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.func import functional_call
 
-from functricks import TrainState, TrainStep, adamw, gradient, losses, random, train_step, tree
-from functricks.experiments import Experiment, minibatches, run, running, zipped
-from functricks.types import Batch, GradFn, Loss, Params
+from parity import speed_lanes, speed_optimizers, speed_pipeline
 from parity.__main__ import as_json, select
+from parity.timing import THREADS, Measure, Row, keep_freed_memory
 
-THREADS = 2
-LANES = 64
-ROWS, FEATURES, CLASSES, BATCH = 1437, 64, 10, 32  # scikit-learn's digits have this size
-EPOCH = ROWS // BATCH
-WARM_UP = 2  # rounds
+MODULES = (speed_lanes, speed_pipeline, speed_optimizers)
+ROUNDS, QUICK_ROUNDS = 15, 2
 
 
-def network() -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(FEATURES, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, CLASSES))
-
-
-@cache
-def data() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(ROWS, FEATURES, generator=generator), torch.randint(CLASSES, (ROWS,), generator=generator)
-
-
-class Times(NamedTuple):
-    """Milliseconds for a training step of one run, a number a round."""
-
-    functional: list[float]
-    default: list[float]
-    fused: list[float]
-
-
-# --- the classic loop ------------------------------------------------------------------------------------------------
-
-
-def classic_epoch(fused: bool) -> Callable[[], float]:
-    """Return the function that trains for an epoch and returns the milliseconds a step."""
-    x, y = data()
-    model = network()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **({"fused": True} if fused else {}))
-
-    def epoch() -> float:
-        with torch.enable_grad():
-            start = time.perf_counter()
-            order = torch.randperm(ROWS)
-            for step in range(EPOCH):
-                rows = order[step * BATCH : (step + 1) * BATCH]
-                optimizer.zero_grad()
-                F.cross_entropy(model(x[rows]), y[rows]).backward()
-                optimizer.step()
-            return (time.perf_counter() - start) * 1e3 / EPOCH
-
-    return epoch
-
-
-# --- the functional step ---------------------------------------------------------------------------------------------
-
-
-def grad_fn(backend: Literal["func", "autograd"] = "func") -> GradFn:
-    module = network()
-
-    def loss_fn(params: Params, batch: Batch) -> Loss:
-        return losses.cross_entropy(functional_call(module, params, (batch[0],)), batch[1], ignore_index=None)
-
-    return gradient(loss_fn, backend=backend)
-
-
-def start() -> Params:
-    return {name: parameter.detach() for name, parameter in network().named_parameters()}
-
-
-def batched(rounds: int, *, compile: bool, steps_a_call: int | None = None) -> Times:
-    """Time 64 lanes through ``run``; the classic epochs run in its progress callback, between two functional ones."""
-    times = Times([], [], [])
-    default, fused = classic_epoch(False), classic_epoch(True)
-    began, spent, reported = 0.0, 0.0, 0
-
-    def progress(done: int, total: int) -> None:
-        nonlocal began, spent, reported
-        spent += time.perf_counter() - began
-        if done - reported >= EPOCH * LANES:
-            times.functional.append(spent * 1e3 / (done - reported))
-            times.default.append(default())
-            times.fused.append(fused())
-            spent, reported = 0.0, done
-        began = time.perf_counter()
-
-    params, slopes = start(), grad_fn()
-
-    def step(config: dict[str, Tensor]) -> TrainStep:
-        return train_step(slopes, adamw(config["lr"]))
-
-    experiment = Experiment(
-        init=lambda config, key: step(config).init(tree.map(torch.clone, params)),
-        update=lambda config, state, batch: step(config).update(state, batch),
-        evaluate=lambda config, state, data: {"norm": tree.norm(state.params)},
-    )
-    configs = zipped(lr=torch.logspace(-4, -2, LANES).tolist(), seed=range(LANES))
-    plan = minibatches(data(), BATCH, epochs=WARM_UP + rounds, order="per-lane")
-    patch: AbstractContextManager[object] = nullcontext()
-    if steps_a_call is not None:
-        patch = mock.patch.object(running, "_STEPS_PER_CALL", steps_a_call)
-    with patch:
-        began = time.perf_counter()
-        run(experiment, configs, plan, key=random.key(0), chunk_size=LANES, compile=compile, progress=progress)
-    return Times(*(column[WARM_UP:] for column in times))
-
-
-def alone(rounds: int, *, backend: Literal["func", "autograd"], compile: bool = False) -> Times:
-    """Time one run without lanes: what the functional step costs where nothing is batched."""
-    x, y = data()
-    step = train_step(grad_fn(backend), adamw(1e-3))
-    update = torch.compile(step.update, fullgraph=True) if compile else step.update
-    state = step.init(start())
-
-    def epoch(state: TrainState, number: int) -> TrainState:
-        order = random.permutation(random.fold_in(random.key(0), number), ROWS)
-        for i in range(EPOCH):
-            rows = order[i * BATCH : (i + 1) * BATCH]
-            state, _ = update(state, (x[rows], y[rows]))
-        return state
-
-    times = Times([], [], [])
-    default, fused = classic_epoch(False), classic_epoch(True)
-    for number in range(WARM_UP + rounds):
-        began = time.perf_counter()
-        with torch.no_grad():
-            state = epoch(state, number)
-        times.functional.append((time.perf_counter() - began) * 1e3 / EPOCH)
-        times.default.append(default())
-        times.fused.append(fused())
-    return Times(*(column[WARM_UP:] for column in times))
-
-
-# --- cases -----------------------------------------------------------------------------------------------------------
-
-
-class Case(NamedTuple):
-    name: str
-    measure: Callable[[int], Times]  # from the number of rounds
-    against: Literal["default", "fused"]
-    target: float | None  # at least so many times as fast as the classic loop; None: for information
-
-
-class Row(NamedTuple):
-    case: str
-    functional_ms: float
-    classic_ms: float
-    ratio: float
-    target: float | None
-    ok: bool
-
-
-def both(name: str, measure: Callable[[int], Times], default: float | None, fused: float | None) -> list[Case]:
-    """The same measurement against AdamW with its default flags, and against ``fused=True``."""
-    return [Case(name, measure, "default", default), Case(f"{name}, against fused", measure, "fused", fused)]
-
-
-CASES = [
-    *both(f"{LANES} lanes, eager", partial(batched, compile=False), 5.0, 4.0),
-    *both(f"{LANES} lanes, compiled, one step a call", partial(batched, compile=True, steps_a_call=1), 10.0, 8.5),
-    *both(f"{LANES} lanes, compiled, several steps a call", partial(batched, compile=True), 14.0, 11.0),
-    Case("one run, eager, torch.func", partial(alone, backend="func"), "default", None),
-    Case("one run, eager, autograd", partial(alone, backend="autograd"), "default", None),
-    Case("one run, compiled", partial(alone, backend="func", compile=True), "default", None),
-]
-
-
-def to_row(case: Case, times: Times) -> Row:
-    functional = statistics.median(times.functional)
-    classic = statistics.median(getattr(times, case.against))
-    ratio = classic / functional
-    return Row(case.name, functional, classic, ratio, case.target, case.target is None or ratio >= case.target)
+def cases() -> dict[str, Measure]:
+    """Return ``{the row's name: how it is measured}``."""
+    return {name: measure for module in MODULES for name, measure in module.CASES.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -208,21 +33,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", metavar="CASE", help="one case, or a glob such as '*eager*'")
     parser.add_argument("--quick", action="store_true", help="few rounds: does it run? The numbers are rough")
     given = parser.parse_args(arguments)
+    everything = cases()
+    chosen = select(list(everything), given.only, parser)
     torch.set_num_threads(THREADS)
-    chosen = select([case.name for case in CASES], given.only, parser)
+    keep_freed_memory()
     width = max(len(name) for name in chosen)
     if not given.json:
-        print(f"{THREADS} threads; milliseconds for one training step of one run")
+        print(f"{THREADS} threads; milliseconds, for lanes those of one run")
         print(f"{'case':{width}}  functional  classic   ratio  target  ok")
     rows: list[Row] = []
-    measured: dict[int, Times] = {}
-    for case in CASES:
-        if case.name not in chosen:
-            continue
-        if id(case.measure) not in measured:
-            measured[id(case.measure)] = case.measure(2 if given.quick else 15)
-            torch.compiler.reset()
-        rows.append(to_row(case, measured[id(case.measure)]))
+    for name in chosen:
+        rows.append(everything[name](QUICK_ROUNDS if given.quick else ROUNDS))
+        torch.compiler.reset()
         if not given.json:
             print(_line(rows[-1], width), flush=True)
     if given.json:
@@ -231,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _line(row: Row, width: int) -> str:
-    target = "-" if row.target is None else f"{row.target:g}"
+    target = "-" if row.target is None else f"{math.floor(row.target * 1000) / 1000:g}"
     ok = "ok" if row.ok else "NO"
     return (
         f"{row.case:{width}}  {row.functional_ms:10.4f} {row.classic_ms:8.4f}  {math.floor(row.ratio * 100) / 100:6.2f}"

@@ -1,38 +1,27 @@
-"""Time and measure AdamW alone against ``torch.optim.AdamW``, in one process: ``python -m parity.speed_optimizers``.
+"""Speed rows: AdamW alone against ``torch.optim.AdamW``, and the memory of an update.
 
 Both sides do the whole step: moments, direction, decay, and the new parameters. Ours makes new parameters and a new
 state; PyTorch's writes over the old ones. One round is a few steps of each side in turn, so that slow spells of the
-machine hit all of them; medians are compared.
+machine hit both.
 """
 
 from __future__ import annotations
 
-import statistics
-import sys
-import time
 from collections.abc import Callable
-from functools import cache, partial
-from typing import NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from functricks import adamw, apply_updates, tree
 from functricks.types import Params
+from parity.timing import Measure, Row, in_turns, to_row
 
 LANES = 64
 LR = 1e-3
 
 Step = Callable[[], object]
-
-
-class Row(NamedTuple):
-    case: str
-    functional_ms: float
-    classic_ms: float
-    ratio: float  # classic / functional
-    target: float | None
-    ok: bool
 
 
 # --- what to step on -------------------------------------------------------------------------------------------------
@@ -85,10 +74,13 @@ def lanes(shapes: list[tuple[int, ...]], models: int = LANES) -> Step:
         updates, state = adamw(lr).update(grads, state, params)
         return apply_updates(params, updates), state
 
-    mapped = torch.vmap(update)
     start = stacked(0)
     state = torch.vmap(lambda lr, params: adamw(lr).init(params))(rates, start)
-    return _stepper(partial(mapped, rates), start, stacked(models), state)
+
+    def mapped(*inputs: Any) -> tuple[Params, object]:
+        return tree.map_lanes(update, (0, 0, 0, 0), (rates, *inputs))  # torch.vmap, as experiments.run calls it
+
+    return _stepper(mapped, start, stacked(models), state)
 
 
 def _stepper(update: Callable[..., tuple[Params, object]], params: Params, grads: Params, state: object = None) -> Step:
@@ -103,60 +95,21 @@ def _stepper(update: Callable[..., tuple[Params, object]], params: Params, grads
 # --- time ------------------------------------------------------------------------------------------------------------
 
 
-class Case(NamedTuple):
-    name: str
-    functional: Callable[[], Step]
-    classic: Callable[[], Step]
-    target: float  # at least so many times as fast as the classic step
-    steps: int  # a round
-
-
-SMALL, LARGE = "144 leaves, 0.6 M parameters", "72 leaves, 19 M parameters"
-CASES = [
-    Case(f"adamw, {SMALL}, eager, against foreach", partial(functional, MANY_SMALL),
-         partial(classic, MANY_SMALL, foreach=True), 1 / 1.1, 20),
-    Case(f"adamw, {SMALL}, compiled, against fused", partial(functional, MANY_SMALL, compile=True),
-         partial(classic, MANY_SMALL, fused=True), 1 / 2.5, 20),
-    Case(f"adamw, {LARGE}, eager, against foreach", partial(functional, FEW_LARGE),
-         partial(classic, FEW_LARGE, foreach=True), 1 / 1.6, 2),
-    Case(f"adamw, {LARGE}, compiled, against fused", partial(functional, FEW_LARGE, compile=True),
-         partial(classic, FEW_LARGE, fused=True), 1 / 1.5, 4),
-    Case(f"adamw, {LANES} lanes, eager, against default", partial(lanes, PERCEPTRON),
-         partial(classic, PERCEPTRON, LANES), 5.0, 4),
-    Case(f"adamw, {LANES} lanes, eager, against fused", partial(lanes, PERCEPTRON),
-         partial(classic, PERCEPTRON, LANES, fused=True), 2.0, 4),
-]  # fmt: skip
-
-
-def measure(case: Case, rounds: int) -> Row:
-    sides = (case.functional(), case.classic())
-    times: tuple[list[float], list[float]] = ([], [])
+def timed(
+    case: str, ours: Callable[[], Step], theirs: Callable[[], Step], target: float, calls: int, rounds: int
+) -> Row:
     with torch.no_grad():
-        for side in sides:
-            for _ in range(3):
-                side()
-        for _ in range(rounds):
-            for side, found in zip(sides, times, strict=True):
-                began = time.perf_counter()
-                for _ in range(case.steps):
-                    side()
-                found.append((time.perf_counter() - began) * 1e3 / case.steps)
-    ours, theirs = (statistics.median(found) for found in times)
-    return Row(case.name, ours, theirs, theirs / ours, case.target, theirs / ours >= case.target)
+        return in_turns(case, ours(), theirs(), target, rounds, calls=calls)
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-class Memory(NamedTuple):
-    case: str
-    peak_mb: float  # above parameters, gradients and old state
-    bound_mb: float  # new state, two trees of updates, the largest leaf
-    ok: bool
+def peak(case: str, shapes: list[tuple[int, ...]], rounds: int) -> Row:
+    """The most that is allocated at once during an update, above what was there: from the record of every allocation.
 
-
-def peak(shapes: list[tuple[int, ...]]) -> Memory:
-    """The most that is allocated at once during an update, from the profiler's record of every allocation."""
+    Megabytes in the place of milliseconds; the bound is the new state, two trees of updates and the largest leaf.
+    """
     params, grads, optimizer = leaves(shapes), leaves(shapes, 1), adamw(LR)
     state = optimizer.init(params)
     with torch.no_grad(), torch.profiler.profile(profile_memory=True) as profiler:
@@ -169,27 +122,26 @@ def peak(shapes: list[tuple[int, ...]]) -> Memory:
     del kept
     sizes = [leaf.nbytes for leaf in params.values()]
     bound = 4 * sum(sizes) + max(sizes) + 4096  # and the counters
-    return Memory(f"adamw, {LARGE}, peak of an update", highest / 2**20, bound / 2**20, 0 < highest <= bound)
+    return to_row(case, highest / 2**20, bound / 2**20, 1.0)
 
 
-@cache
-def _threads() -> None:
-    torch.set_num_threads(2)
+# --- cases -----------------------------------------------------------------------------------------------------------
 
-
-def main() -> int:
-    _threads()
-    rows = []
-    for case in CASES:
-        rows.append(measure(case, 9))
-        torch.compiler.reset()
-        row = rows[-1]
-        print(f"{row.case:62} {row.functional_ms:9.3f} {row.classic_ms:9.3f} ms  ratio {row.ratio:6.2f}"
-              f"  target {row.target:5.2f}  {'ok' if row.ok else 'NO'}", flush=True)  # fmt: skip
-    memory = peak(FEW_LARGE)
-    print(f"{memory.case:62} {memory.peak_mb:9.1f} MB, bound {memory.bound_mb:9.1f} MB  {'ok' if memory.ok else 'NO'}")
-    return 0 if all(row.ok for row in rows) and memory.ok else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+SMALL, LARGE = "144 leaves, 0.6 M parameters", "72 leaves, 19 M parameters"
+_CASES: list[tuple[str, Callable[[], Step], Callable[[], Step], float, int]] = [
+    (f"adamw, {SMALL}, eager, against foreach", partial(functional, MANY_SMALL),
+     partial(classic, MANY_SMALL, foreach=True), 1 / 1.1, 20),
+    (f"adamw, {SMALL}, compiled, against fused", partial(functional, MANY_SMALL, compile=True),
+     partial(classic, MANY_SMALL, fused=True), 1 / 2.5, 20),
+    (f"adamw, {LARGE}, eager, against foreach", partial(functional, FEW_LARGE),
+     partial(classic, FEW_LARGE, foreach=True), 1 / 1.6, 2),
+    (f"adamw, {LARGE}, compiled, against fused", partial(functional, FEW_LARGE, compile=True),
+     partial(classic, FEW_LARGE, fused=True), 1 / 1.5, 4),
+    (f"adamw, {LANES} lanes, eager, against default", partial(lanes, PERCEPTRON),
+     partial(classic, PERCEPTRON, LANES), 5.0, 4),
+    (f"adamw, {LANES} lanes, eager, against fused", partial(lanes, PERCEPTRON),
+     partial(classic, PERCEPTRON, LANES, fused=True), 2.0, 4),
+]  # fmt: skip
+_MEMORY = f"adamw, {LARGE}, peak of an update in MB, against its bound"
+CASES: dict[str, Measure] = {case[0]: partial(timed, *case) for case in _CASES}
+CASES[_MEMORY] = partial(peak, _MEMORY, FEW_LARGE)

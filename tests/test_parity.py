@@ -19,7 +19,7 @@ from torch import nn
 import parity
 from functricks import gradient, losses, sgd
 from parity import __main__ as command
-from parity import accumulation, harness, speed, tasks
+from parity import accumulation, harness, speed, speed_lanes, tasks, timing
 from parity.faults import __main__ as faults_command
 from parity.faults.registry import faults, markdown
 from parity.harness import Run, Technique, measure
@@ -222,13 +222,15 @@ def test_only_takes_globs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 
 def test_speed_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, value in {"ROWS": 130, "EPOCH": 4, "LANES": 3, "WARM_UP": 1, "THREADS": 1}.items():
-        monkeypatch.setattr(speed, name, value)
-    speed.data.cache_clear()
-    code = speed.main(["--quick", "--json", "--only", "*eager*"])
-    speed.data.cache_clear()
+    for name, value in {"ROWS": 130, "EPOCH": 4, "LANES": 3, "WARM_UP": 1}.items():
+        monkeypatch.setattr(speed_lanes, name, value)
+    threads = torch.get_num_threads()
+    speed_lanes.data.cache_clear()
+    code = speed.main(["--quick", "--json", "--only", "*eager, *torch.func"])
+    speed_lanes.data.cache_clear()
+    torch.set_num_threads(threads)
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert len(rows) == 4
+    assert len(rows) == 1
     for row in rows:
         assert list(row) == ["case", "functional_ms", "classic_ms", "ratio", "target", "ok"]
         assert row["ratio"] == row["classic_ms"] / row["functional_ms"] > 0
@@ -236,14 +238,32 @@ def test_speed_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     assert code == (0 if all(row["ok"] for row in rows) else 1)
 
 
+def test_lanes_against_both_classic_optimizers() -> None:
+    times = speed_lanes.Times([0.5, 9.0, 0.5], [9.0, 2.0, 2.0], [1.0, 1.0, 1.0])
+    rows = [measure(1) for measure in speed_lanes.both("a case", lambda rounds: times, 4.0, 3.0).values()]
+    assert rows == [
+        timing.Row("a case", 0.5, 2.0, 4.0, 4.0, True),
+        timing.Row("a case, against fused", 0.5, 1.0, 2.0, 3.0, False),
+    ]
+
+
 @pytest.mark.parametrize(("functional_ms", "code"), [(0.5, 0), (2.0, 1)])
 def test_speed_target(
     functional_ms: float, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    times = speed.Times([functional_ms] * 3, [9.0, 2.0, 2.0], [1.0, 1.0, 1.0])
-    monkeypatch.setattr(speed, "CASES", speed.both("a case", lambda rounds: times, 3.0, 1.5))
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(speed, "cases", lambda: {"a case": lambda rounds: timing.to_row("a case", functional_ms, 2, 3)})
     assert speed.main([]) == code
+    torch.set_num_threads(threads)
     assert ("NO" in capsys.readouterr().out) == bool(code)
+
+
+def test_versions_take_turns() -> None:
+    called: list[str] = []
+    row = timing.in_turns("a case", lambda: called.append("ours"), lambda: called.append("theirs"), None, 1, calls=2)
+    assert called == ["ours", "ours", "theirs", "theirs"] * (1 + timing.WARM_UP)
+    assert row.ok
+    assert row.target is None
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------
