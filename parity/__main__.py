@@ -29,6 +29,7 @@ MODULES = (
     "pipeline",
     "atomic_step",
     "dropout_batchnorm",
+    "consistency",
     "whole_recipe",
 )
 
