@@ -142,10 +142,10 @@ class G2P(nn.Module):
         return scheduled_sampling(decode_step, state, targets, probability, key, start=START, end=END, pad=PAD)
 
 
-def initial(model: nn.Module, key: Tensor) -> Params:
-    """Return parameters drawn from a key: uniform, by the number of inputs, and normal for embeddings."""
+def initial(like: Params, key: Tensor) -> Params:
+    """Return parameters of these shapes from a key: uniform, by the number of inputs, and normal for embeddings."""
     params = {}
-    for index, (name, leaf) in enumerate(model.named_parameters()):
+    for index, (name, leaf) in enumerate(like.items()):
         own = random.fold_in(key, index)
         if name in EMBEDDINGS:
             params[name] = random.normal(own, leaf.shape) * leaf.shape[1] ** -0.5
@@ -392,7 +392,7 @@ def train(
     """Train one model and return it with its error rates on the held-out words."""
     model = functional(G2P(width))
     step = make_step(model.apply, recipe, "autograd")
-    state = step.init(initial(G2P(width), random.fold_in(key, 0)), random.fold_in(key, 1))
+    state = step.init(initial(model.params, random.fold_in(key, 0)), random.fold_in(key, 1))
     batches, started = bucketed(train_words, size, random.fold_in(key, 2)), time.perf_counter()
     losses_: list[float] = []
     for number in range(recipe.steps):
@@ -414,11 +414,11 @@ def _percent(rates: Rates) -> str:
 def check(train_words: Words, steps: int, *, width: int = 16, size: int = 24) -> tuple[float, float]:
     """Train both versions in float64; return the largest relative difference of losses, and of displacements."""
     recipe, key = Recipe(warmup=2, steps=steps, floor=0.3), random.key(1)
-    start = {name: leaf.double() for name, leaf in initial(G2P(width), random.key(0)).items()}
     module = G2P(width).double()
+    start = {name: leaf.double() for name, leaf in initial(functional(module).params, random.key(0)).items()}
     module.load_state_dict(start)
     classic = Classic(module, recipe, key)
-    step = make_step(functional(G2P(width).double()).apply, recipe)
+    step = make_step(functional(module).apply, recipe)
     state, batches, worst = step.init(start, key), bucketed(train_words, size, random.key(2)), 0.0
     for number in range(steps):
         batch = (*next(batches), recipe.teacher_probability(number).float())
@@ -442,7 +442,7 @@ def study(
         return make_step(model.apply, recipe._replace(floor=config["floor"]))
 
     def init(config: dict[str, Any], key: Tensor) -> TrainState:
-        params = initial(G2P(width), random.fold_in(key, 0))
+        params = initial(model.params, random.fold_in(key, 0))
         return step_of(config).init(params, random.fold_in(key, 1))
 
     def update(config: dict[str, Any], state: TrainState, batch: Batch) -> Any:
