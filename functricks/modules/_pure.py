@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -31,19 +31,17 @@ def purify(module: Any, path: str) -> None:
         module.__class__ = subtype(PureBatchNorm, kind)
         for sibling in POOLED:
             module.register_buffer(sibling, None, persistent=False)
+    own: Any = module  # after isinstance, mypy would know too much
     for known, draw in _DRAWS.items():
         if isinstance(module, known) and kind.forward is known.forward:
-            _become(module, KeyedDropout, path, module.p)
-            module.keyed_draw = draw
+            own.__class__ = subtype(KeyedDropout, kind)
+            own.keyed_draw = draw
+            prepare(own, path, own.p)
     for keyed, owners in _WRITTEN_OUT.items():
         if any(isinstance(module, known) and kind.forward is known.forward for known in owners):
-            _become(module, keyed, path, module.dropout)
-            module.dropout = 0.0  # torch's own code draws nothing
-
-
-def _become(module: Any, keyed: Any, path: str, rate: float) -> None:
-    module.__class__ = subtype(keyed, type(module))
-    prepare(module, path, rate)
+            own.__class__ = subtype(cast(Any, keyed), kind)
+            prepare(own, path, own.dropout)
+            own.dropout = 0.0  # torch's own code draws nothing
 
 
 @functools.cache
