@@ -98,10 +98,13 @@ def functional(model: nn.Module, *, randomness: Literal["error", "global"] = "er
     }
     memo |= {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
     names = {id(memo[id(t)]): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
-    # One copy a mode: a call then flips no flag, and a module's own train() decides what stays frozen.
+    # One copy a mode: a call then flips no flag, and a module's own train() decides what stays frozen. RNNs need others
+    # to be traced.
+    recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
     calls = {
-        train: _Call(copy.deepcopy(model, dict(memo)), names, train, watched, randomness == "error")
+        (train, traced): _Call(copy.deepcopy(model, dict(memo)), names, train, traced, watched, randomness == "error")
         for train in (None, True, False)
+        for traced in ((False, True) if recurrent else (False,))
     }
 
     def apply(
@@ -113,7 +116,7 @@ def functional(model: nn.Module, *, randomness: Literal["error", "global"] = "er
         dropout: Dropout | None = None,
         **kwargs: Any,
     ) -> tuple[Any, Buffers]:
-        return calls[train](params, buffers, args, kwargs, key, dropout)
+        return calls[train, recurrent and torch.compiler.is_compiling()](params, buffers, args, kwargs, key, dropout)
 
     return Functional(apply, params, buffers)
 
@@ -130,9 +133,10 @@ class _Call:
     """A private copy of a module in one mode, and which value goes where in it."""
 
     def __init__(
-        self, module: nn.Module, names: Mapping[int, str], train: bool | None, watched: bool, strict: bool
+        self, module: nn.Module, names: Mapping[int, str], train: bool | None, traced: bool, watched: bool, strict: bool
     ) -> None:
         self.module = module if train is None else module.train(train)
+        self.traced = traced
         self.title = type(module).__name__
         self.turn = threading.RLock()
         # Pairs (slot, name): a shared tensor has one name and several slots.
@@ -156,7 +160,7 @@ class _Call:
         buffers = [(join(path, a), names[id(b)]) for a, b in module._buffers.items() if b is not None]
         if self.strict and draws_unkeyed(module):
             self.unkeyed.append(path)
-        purify(module, path)
+        purify(module, path, traced=self.traced)
         (self.read if isinstance(module, PureBatchNorm) and not module.training else self.written).extend(buffers)
         for slot, name in buffers:
             self.buffer_slots.setdefault(name, slot)

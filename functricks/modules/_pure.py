@@ -24,8 +24,11 @@ def join(path: str, attribute: str) -> str:
     return f"{path}.{attribute}" if path else attribute
 
 
-def purify(module: Any, path: str) -> None:
-    """Give a module of a private copy a pure ``forward``, if its own is one that we know; its type stays a subtype."""
+def purify(module: Any, path: str, *, traced: bool = False) -> None:
+    """Give a module of a private copy a pure ``forward``, if its own is one that we know; its type stays a subtype.
+
+    ``traced`` says that the copy is for ``torch.compile``, which takes no subtype of an RNN.
+    """
     kind: Any = type(module)
     if isinstance(module, _BatchNorm) and kind.forward is _BatchNorm.forward:
         module.__class__ = subtype(PureBatchNorm, kind)
@@ -39,7 +42,8 @@ def purify(module: Any, path: str) -> None:
             prepare(own, path, own.p)
     for keyed, owners in _WRITTEN_OUT.items():
         if any(isinstance(module, known) and kind.forward is known.forward for known in owners):
-            own.__class__ = subtype(cast(Any, keyed), kind)
+            alone = traced and kind in _RNNS
+            own.__class__ = type(kind.__name__, (keyed,), {}) if alone else subtype(cast(Any, keyed), kind)
             prepare(own, path, own.dropout)
             own.dropout = 0.0  # torch's own code draws nothing
 
@@ -172,7 +176,8 @@ _DRAWS: dict[type[nn.Module], Draw] = {
     nn.AlphaDropout: drop_alpha,
     nn.FeatureAlphaDropout: drop_alpha_channels,
 }
+_RNNS = (nn.LSTM, nn.GRU, nn.RNN)
 _WRITTEN_OUT: dict[type[Keyed], tuple[type[nn.Module], ...]] = {
     KeyedAttention: (nn.MultiheadAttention,),
-    KeyedRNN: (nn.LSTM, nn.GRU, nn.RNN),
+    KeyedRNN: _RNNS,
 }

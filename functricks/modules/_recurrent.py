@@ -25,15 +25,18 @@ _UNROLLED = 2  # a scan of so few steps costs more to compile than the steps
 
 
 class KeyedRNN(Keyed, nn.RNNBase):
-    """An RNN whose dropout draws from a key, and which runs under ``vmap`` and ``torch.compile``."""
+    """An RNN whose dropout draws from a key, and which runs under ``vmap`` and ``torch.compile``.
+
+    torch.compile refuses every ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN``, so that in the copy that is traced one is this
+    and no more: there ``isinstance(module, nn.LSTM)`` is False.
+    """
 
     def drops(self) -> bool:
         return self.num_layers > 1  # between the layers
 
     def forward(self, input: Any, hx: Any = None) -> Any:
-        draw = self.next_draw()
-        weights = (getattr(self, name) for name in self._flat_weights_names)
-        stepwise = torch.compiler.is_compiling() or _has_lanes([input, hx, *weights])
+        draw = self.next_draw() if self.drops() else None
+        stepwise = torch.compiler.is_compiling() or self._has_lanes(input, hx, draw or ())
         if draw is None and not stepwise:
             return super().forward(input, hx)
         if isinstance(input, PackedSequence):
@@ -68,6 +71,9 @@ class KeyedRNN(Keyed, nn.RNNBase):
             x, ends = x.squeeze(1), tuple(end.squeeze(1) for end in ends)
         return x.transpose(0, 1) if axis == 0 else x, ends if self.mode == "LSTM" else ends[0]
 
+    def _has_lanes(self, *given: Any) -> bool:
+        return _have_lanes([*given, *(getattr(self, name) for name in self._flat_weights_names)])
+
     def _starts(self, x: Tensor, hx: Any, batched: bool) -> State:
         """Return the first states, each [layers * directions, batch, width]."""
         count = self.num_layers * (2 if self.bidirectional else 1)
@@ -94,7 +100,7 @@ class KeyedRNN(Keyed, nn.RNNBase):
         biases = rest[:2] if self.bias else (None, None)
         items = F.linear(x, inner, biases[0])  # for all steps at once: the inputs do not wait for the states
         cell = _cell(self.mode, outer, biases[1], rest[-1] if self.proj_size else None)
-        return _roll(cell, start, items, [*weights, x, *start], reverse)
+        return _roll(cell, start, items, reverse)
 
     def _kernel(self, x: Tensor, start: State, weights: list[Tensor], reverse: bool) -> tuple[Tensor, State]:
         own: Any = {"LSTM": torch.lstm, "GRU": torch.gru, "RNN_TANH": torch.rnn_tanh, "RNN_RELU": torch.rnn_relu}
@@ -128,17 +134,17 @@ def _cell(mode: str, weight: Tensor, bias: Tensor | None, projection: Tensor | N
     return {"LSTM": lstm, "GRU": gru}.get(mode, plain)
 
 
-def _roll(cell: Cell, state: State, items: Tensor, read: list[Tensor], reverse: bool) -> tuple[Tensor, State]:
+def _roll(cell: Cell, state: State, items: Tensor, reverse: bool) -> tuple[Tensor, State]:
     """Return the outputs of all steps, stacked in the order of the items, and the last state.
 
     A trace that somebody differentiates is unrolled, since ``torch.func.grad`` does not go through a scan.
     """
     items = items.flip(0) if reverse else items
-    differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in read)
     state = cell(items[0], state)  # outside of the scan: under vmap the first state may have no lanes yet
     outputs = [state[0]]
+    differentiated = state[0].requires_grad  # in a trace only what was computed tells, not the leaves
     if torch.compiler.is_compiling() and not differentiated and len(items) > _UNROLLED:
-        state, rest = _scan(cell, state, items[1:])
+        state, rest = _scan(cell, state, items)
         stacked = torch.cat((outputs[0][None], rest))
     else:
         for item in items[1:].unbind():
@@ -149,21 +155,23 @@ def _roll(cell: Cell, state: State, items: Tensor, read: list[Tensor], reverse: 
 
 
 def _scan(cell: Cell, state: State, items: Tensor) -> tuple[State, Tensor]:
+    """Return the last state and the outputs of all steps but the first."""
     from torch._higher_order_ops.scan import scan
 
-    def step(state: list[Tensor], item: Tensor) -> tuple[list[Tensor], Tensor]:
-        new = cell(item, tuple(state))
+    def step(state: list[Tensor], index: Tensor) -> tuple[list[Tensor], Tensor]:
+        new = cell(items.index_select(0, index[None]).squeeze(0), tuple(state))
         return list(new), new[0].clone()
 
-    last, outputs = scan(step, list(state), items)
+    # over indices: vmap has no rule for how a scan takes its items apart
+    last, outputs = scan(step, list(state), torch.arange(1, len(items), device=items.device))
     return tuple(last), outputs
 
 
-def _has_lanes(given: Any) -> bool:
+def _have_lanes(given: Any) -> bool:
     """Does ``vmap`` map over any of these?"""
     for leaf in given:
         if isinstance(leaf, tuple | list):
-            if _has_lanes(leaf):
+            if _have_lanes(leaf):
                 return True
             continue
         while isinstance(leaf, Tensor) and functorch.is_functorch_wrapped_tensor(leaf):
