@@ -377,8 +377,8 @@ def test_subclasses_keep_their_type_and_meaning() -> None:
     model = functional(net)
     model.apply(model.params, model.buffers, torch.ones(4, 3), key=random.key(0))
     assert seen == [[True, True]]
-    with pytest.raises(ValueError, match="'0' would draw random numbers that no key controls"):
-        functional(nn.Sequential(Other(0.5))).apply({}, {}, torch.ones(3), key=random.key(0))
+    other = functional(nn.Sequential(Other(0.5))).apply({}, {}, torch.ones(50), key=random.key(0))[0]
+    assert other.unique().tolist() == [0.0, 2.0]
 
 
 # --- transforms ------------------------------------------------------------------------------------------------------
@@ -510,11 +510,7 @@ def test_errors(net: Net, batch: tuple[Tensor, Tensor]) -> None:
         functional(nn.Sequential(nn.ReLU(), nn.SyncBatchNorm(3)))
 
 
-@pytest.mark.parametrize(
-    "module",
-    [nn.LSTM(3, 3, 2, dropout=0.5), nn.MultiheadAttention(4, 2, dropout=0.1), nn.RReLU()],
-    ids=lambda m: type(m).__name__,
-)
+@pytest.mark.parametrize("module", [nn.RReLU(), nn.FractionalMaxPool2d(2, 2)], ids=lambda m: type(m).__name__)
 def test_draws_that_no_key_controls_are_named(module: nn.Module) -> None:
     class Holder(nn.Module):
         def __init__(self) -> None:
@@ -527,7 +523,9 @@ def test_draws_that_no_key_controls_are_named(module: nn.Module) -> None:
     model = functional(Holder())
     with pytest.raises(ValueError, match="'inner' would draw random numbers that no key controls"):
         model.apply(model.params, model.buffers, torch.ones(3), key=random.key(0))
-    model.apply(model.params, model.buffers, torch.ones(3), train=False)
+    functional(Holder(), randomness="global").apply({}, {}, torch.ones(3), key=random.key(0))
+    if isinstance(module, nn.RReLU):
+        model.apply(model.params, model.buffers, torch.ones(3), train=False)
 
 
 # --- supervised ------------------------------------------------------------------------------------------------------

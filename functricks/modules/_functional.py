@@ -7,8 +7,8 @@ import functools
 import threading
 import zlib
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from typing import Any, NamedTuple, TypeAlias
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
 import torch._C._functorch as functorch
@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from functricks import random, tree
-from functricks.modules._pure import POOLED, KeyedDropout, PureBatchNorm, Rate, draws_unkeyed, join, purify
+from functricks.modules._functions import AtSite, KeyedFunctions, Site, draws_by_function
+from functricks.modules._keyed import Keyed, Rate
+from functricks.modules._pure import POOLED, PureBatchNorm, draws_unkeyed, join, purify, subtype
 
 Buffers: TypeAlias = dict[str, Tensor]
 Dropout: TypeAlias = Rate | Mapping[str, Rate]
@@ -37,7 +39,7 @@ class Functional(NamedTuple):
     buffers: Buffers
 
 
-def functional(model: nn.Module) -> Functional:
+def functional(model: nn.Module, *, randomness: Literal["error", "global"] = "error") -> Functional:
     """Turn a module into a pure function of its parameters and buffers.
 
     Classic: calling the module, which updates its buffers in place and draws dropout masks from a global generator;
@@ -59,16 +61,22 @@ def functional(model: nn.Module) -> Functional:
     Args:
         model: any module whose ``forward`` depends on its parameters, buffers and arguments only. It is copied, once;
             its hooks are copied along.
+        randomness: what to do where the model draws random numbers in a way that no key controls (RReLU, ``torch.rand``
+            and the like in ``forward``): raise, or let it draw from the global generator. Dropout needs its key anyway.
 
     ``params`` and ``buffers`` are detached copies of the module's. BatchNorm on inputs in half precision computes in
     the precision of its statistics. A dropout with ``inplace=True`` does not write to its input.
 
     Raises ValueError for a lazy module that has not seen a batch and for SyncBatchNorm; ``apply`` does for names that
     are missing or unknown, for dropout that has to draw without a key, and for modules that draw random numbers in a
-    way that no key controls (dropout inside RNNs and MultiheadAttention, RReLU), which it names.
+    way that no key controls, which it names.
 
-    Dropout that ``forward`` calls as a function (``F.dropout``) draws from the global generator, as in PyTorch: use a
-    module. An activation checkpoint that recomputes in the backward pass raises; call it outside of the module.
+    LSTM, GRU and RNN run step by step under ``vmap`` and ``torch.compile`` and are torch's own kernel otherwise.
+    Dropout that ``forward`` calls as a function (``F.dropout``, ``F.scaled_dot_product_attention``, dropout inside of
+    attention) draws from the key too, by the path of the module that calls it. That takes a function mode, which is
+    entered where the code of the model's ``forward`` names a function that draws: such a model cannot be called inside
+    of a ``scan``, and what only a table or a computed name leads to is not seen. An activation checkpoint that
+    recomputes in the backward pass raises; call it outside of the module.
 
     >>> from functricks import random
     >>> model = functional(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Dropout(0.5)))
@@ -77,7 +85,10 @@ def functional(model: nn.Module) -> Functional:
     >>> output.shape, buffers["1.num_batches_tracked"], model.buffers["1.num_batches_tracked"]
     (torch.Size([2, 3]), tensor(1), tensor(0))
     """
+    if randomness not in ("error", "global"):
+        raise ValueError(f"functional: randomness must be 'error' or 'global', got {randomness!r}")
     _check_supported(model)
+    watched = draws_by_function(model)
     params = {name: p.detach().clone() for name, p in model.named_parameters()}
     buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
     # The private copies hold these tensors in the place of the user's, as placeholders that no call ever reads.
@@ -87,8 +98,14 @@ def functional(model: nn.Module) -> Functional:
     }
     memo |= {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
     names = {id(memo[id(t)]): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
-    # One copy a mode: a call then flips no flag, and a module's own train() decides what stays frozen.
-    calls = {train: _Call(copy.deepcopy(model, dict(memo)), names, train) for train in (None, True, False)}
+    # One copy a mode: a call then flips no flag, and a module's own train() decides what stays frozen. RNNs need others
+    # to be traced.
+    recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
+    calls = {
+        (train, traced): _Call(copy.deepcopy(model, dict(memo)), names, train, traced, watched, randomness == "error")
+        for train in (None, True, False)
+        for traced in ((False, True) if recurrent else (False,))
+    }
 
     def apply(
         params: dict[str, Tensor],
@@ -99,7 +116,7 @@ def functional(model: nn.Module) -> Functional:
         dropout: Dropout | None = None,
         **kwargs: Any,
     ) -> tuple[Any, Buffers]:
-        return calls[train](params, buffers, args, kwargs, key, dropout)
+        return calls[train, recurrent and torch.compiler.is_compiling()](params, buffers, args, kwargs, key, dropout)
 
     return Functional(apply, params, buffers)
 
@@ -115,8 +132,11 @@ def _check_supported(model: nn.Module) -> None:
 class _Call:
     """A private copy of a module in one mode, and which value goes where in it."""
 
-    def __init__(self, module: nn.Module, names: Mapping[int, str], train: bool | None) -> None:
+    def __init__(
+        self, module: nn.Module, names: Mapping[int, str], train: bool | None, traced: bool, watched: bool, strict: bool
+    ) -> None:
         self.module = module if train is None else module.train(train)
+        self.traced = traced
         self.title = type(module).__name__
         self.turn = threading.RLock()
         # Pairs (slot, name): a shared tensor has one name and several slots.
@@ -126,7 +146,10 @@ class _Call:
         self.buffer_slots: dict[str, str] = {}  # name -> the slot that its new value is read from
         self.pooled_slots: dict[str, str] = {}  # the same, for what accumulate puts beside BatchNorm's statistics
         self.rates: dict[str, float] = {}  # of the dropouts that are in training mode
-        self.hashes: dict[str, int] = {}
+        self.hashes: dict[str, int] = {}  # by path: what a key is folded with
+        self.site = Site() if watched else None
+        self.sites: list[str] = []  # the modules that may call dropout as a function
+        self.strict = strict
         self.unkeyed: list[str] = []
         for path, child in module.named_modules():
             self._add(path, child, names)
@@ -135,18 +158,24 @@ class _Call:
     def _add(self, path: str, module: nn.Module, names: Mapping[int, str]) -> None:
         self.params += [(join(path, a), names[id(p)]) for a, p in module._parameters.items() if p is not None]
         buffers = [(join(path, a), names[id(b)]) for a, b in module._buffers.items() if b is not None]
-        if module.training and draws_unkeyed(module):
+        if self.strict and draws_unkeyed(module):
             self.unkeyed.append(path)
-        purify(module, path)
+        purify(module, path, traced=self.traced)
         (self.read if isinstance(module, PureBatchNorm) and not module.training else self.written).extend(buffers)
         for slot, name in buffers:
             self.buffer_slots.setdefault(name, slot)
             if isinstance(module, PureBatchNorm) and slot == join(path, "running_mean"):
                 prefix = name.removesuffix("running_mean")
                 self.pooled_slots.update({f"{prefix}{sibling}": join(path, sibling) for sibling in POOLED})
-        if isinstance(module, KeyedDropout) and module.training:
+        if isinstance(module, Keyed) and module.training and module.drops():
             self.rates[path] = module.p
-            self.hashes[path] = zlib.crc32(path.encode())  # not hash(), which differs from process to process
+            self.hashes[path] = _hash(path)
+        elif self.site is not None and (not path or not type(module).__module__.startswith("torch.")):
+            own, kind = cast(Any, module), cast(Any, type(module))
+            own.__class__ = subtype(AtSite, kind)
+            own.site, own.site_path = self.site, path
+            self.sites.append(path)
+            self.hashes[path] = _hash(path)
 
     def __call__(
         self,
@@ -167,10 +196,12 @@ class _Call:
             fresh = {name: _renew(buffers[name], zero) for _, name in self.written}  # one a name: ties stay ties
             values.update({slot: fresh[name] for slot, name in self.written})
             values.update({self.pooled_slots[name]: _renew(buffer, zero) for name, buffer in pooled.items()})
+        rates = self.rates if dropout is None else self._overridden(dropout)
         if self.rates:
-            values.update(self._draws(key, dropout))
+            values.update(self._draws(key, rates, dropout is not None))
         # The values sit in the copy while it runs, so that two threads must take turns; a trace has one thread.
-        with nullcontext() if torch.compiler.is_compiling() else self.turn:
+        turn = nullcontext() if torch.compiler.is_compiling() else self.turn
+        with turn, self._functions(key, rates):
             output = functional_call(self.module, values, args, kwargs, tie_weights=False)
         new = {name: values[self.buffer_slots[name]] for name in own}
         new.update({name: values.get(self.pooled_slots[name], buffer) for name, buffer in pooled.items()})
@@ -184,16 +215,24 @@ class _Call:
         if self.unkeyed:
             raise ValueError(
                 f"apply of {self.title}: {', '.join(map(repr, self.unkeyed))} would draw random numbers that no key "
-                f"controls; set the dropout inside to 0, or call with train=False"
+                f'controls; accept the global generator with functional(..., randomness="global"), or call with '
+                f"train=False where that switches it off"
             )
 
-    def _draws(self, key: Tensor | None, dropout: Dropout | None) -> dict[str, Tensor]:
-        """Return the keys and the rates of this call, as values for the buffers of the dropout modules."""
-        rates: dict[str, Rate] = dict(self.rates) if dropout is None else self._overridden(dropout)
+    def _functions(self, key: Tensor | None, rates: Mapping[str, Rate]) -> AbstractContextManager[Any]:
+        """Return the mode that draws what is called as a function, if anything may be."""
+        if self.site is None:
+            return nullcontext()
+        own = {path: rate for path, rate in rates.items() if path not in self.rates}
+        return KeyedFunctions(self.site, self.hashes, key, own, self.strict)
+
+    def _draws(self, key: Tensor | None, rates: Mapping[str, Rate], overridden: bool) -> dict[str, Tensor]:
+        """Return the keys and the rates of this call, as values for the buffers of the modules that drop."""
+        own = {path: rates[path] for path in self.rates}
         values: dict[str, Tensor] = {}
-        if dropout is not None:
-            values.update({join(path, "keyed_rate"): _as_tensor(rate, key) for path, rate in rates.items()})
-        drawing = [path for path, rate in rates.items() if isinstance(rate, Tensor) or rate != 0]
+        if overridden:
+            values.update({join(path, "keyed_rate"): _as_tensor(rate, key) for path, rate in own.items()})
+        drawing = [path for path, rate in own.items() if isinstance(rate, Tensor) or rate != 0]
         if key is not None and drawing:
             hashes = torch.tensor([self.hashes[path] for path in drawing], device=key.device)
             # Cloned, so that it belongs to the present functorch level: the modules advance their keys in place.
@@ -202,13 +241,25 @@ class _Call:
         return values
 
     def _overridden(self, dropout: Dropout) -> dict[str, Rate]:
+        """Return the rates: of the modules that drop, and of those that call dropout and are named by a glob."""
+        places = [*self.rates, *(path for path in self.sites if path not in self.rates)]
         if not isinstance(dropout, Mapping):
-            return dict.fromkeys(self.rates, dropout)
+            return dict.fromkeys(places, _checked(dropout))
         rates: dict[str, Rate] = dict(self.rates)
         for glob, rate in dropout.items():
-            chosen = tree.select(glob, self.rates, name=f"apply of {self.title}: dropout")
-            rates.update({path: rate for path in rates if chosen[path]})
+            chosen = tree.select(glob, dict.fromkeys(places, 0.0), name=f"apply of {self.title}: dropout")
+            rates.update({path: _checked(rate) for path in places if chosen[path]})
         return rates
+
+
+def _hash(path: str) -> int:
+    return zlib.crc32(path.encode())  # not hash(), which differs from process to process
+
+
+def _checked(rate: Rate) -> Rate:
+    if not isinstance(rate, Tensor) and not 0 <= rate <= 1:
+        raise ValueError(f"apply: dropout must be in [0, 1], got {rate!r}")
+    return rate
 
 
 def _zero_with_lanes(given: Any) -> Tensor | None:
@@ -233,6 +284,4 @@ def _renew(buffer: Tensor, zero: Tensor | None) -> Tensor:
 def _as_tensor(rate: Rate, key: Tensor | None) -> Tensor:
     if isinstance(rate, Tensor):
         return rate
-    if not 0 <= rate <= 1:
-        raise ValueError(f"apply: dropout must be in [0, 1], got {rate!r}")
     return torch.full((), rate, dtype=torch.float64, device=None if key is None else key.device) if rate else OFF

@@ -1,10 +1,10 @@
-"""Modules that write or draw, made pure: BatchNorm and dropout whose values of one call arrive as buffers."""
+"""Which modules are made pure, and how: BatchNorm and dropout, whose values of one call arrive as buffers."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +13,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from functricks import random
+from functricks.modules._attention import KeyedAttention
+from functricks.modules._keyed import Keyed, Rate, prepare
+from functricks.modules._recurrent import KeyedRNN
 
-Rate: TypeAlias = float | Tensor
 Draw: TypeAlias = Callable[[Tensor, Tensor, Any], Tensor]
 
 
@@ -22,39 +24,40 @@ def join(path: str, attribute: str) -> str:
     return f"{path}.{attribute}" if path else attribute
 
 
-def purify(module: Any, path: str) -> None:
-    """Give a module of a private copy a pure ``forward``, if its own is one that we know; its type stays a subtype."""
+def purify(module: Any, path: str, *, traced: bool = False) -> None:
+    """Give a module of a private copy a pure ``forward``, if its own is one that we know; its type stays a subtype.
+
+    ``traced`` says that the copy is for ``torch.compile``, which takes no subtype of an RNN.
+    """
     kind: Any = type(module)
     if isinstance(module, _BatchNorm) and kind.forward is _BatchNorm.forward:
-        module.__class__ = _subtype(PureBatchNorm, kind)
+        module.__class__ = subtype(PureBatchNorm, kind)
         for sibling in POOLED:
             module.register_buffer(sibling, None, persistent=False)
+    own: Any = module  # after isinstance, mypy would know too much
     for known, draw in _DRAWS.items():
         if isinstance(module, known) and kind.forward is known.forward:
-            module.__class__ = _subtype(KeyedDropout, kind)
-            _prepare(module, path, draw)
-
-
-def _prepare(module: Any, path: str, draw: Draw) -> None:
-    module.keyed_path, module.keyed_draw = path, draw
-    module.register_buffer("keyed_key", None, persistent=False)
-    module.register_buffer("keyed_rate", None, persistent=False)
+            own.__class__ = subtype(KeyedDropout, kind)
+            own.keyed_draw = draw
+            prepare(own, path, own.p)
+    for keyed, owners in _WRITTEN_OUT.items():
+        if any(isinstance(module, known) and kind.forward is known.forward for known in owners):
+            alone = traced and kind in _RNNS
+            own.__class__ = type(kind.__name__, (keyed,), {}) if alone else subtype(cast(Any, keyed), kind)
+            prepare(own, path, own.dropout)
+            own.dropout = 0.0  # torch's own code draws nothing
 
 
 @functools.cache
-def _subtype(pure: Any, kind: Any) -> Any:
+def subtype(pure: Any, kind: Any) -> Any:
     return type(kind.__name__, (pure, kind), {})
 
 
 def draws_unkeyed(module: Any) -> bool:
-    """Does the module, in training mode, draw from the global generator?"""
-    if isinstance(module, nn.RNNBase):
-        return bool(module.dropout > 0 and module.num_layers > 1)
-    if isinstance(module, nn.MultiheadAttention):
-        return bool(module.dropout > 0)
-    if isinstance(module, _DropoutNd):
-        return bool(module.p > 0) and not any(type(module).forward is known.forward for known in _DRAWS)
-    return isinstance(module, nn.RReLU)
+    """Is the module one of torch's that draw from the global generator, and for which no key is made?"""
+    if isinstance(module, nn.FractionalMaxPool2d | nn.FractionalMaxPool3d):
+        return module._random_samples is None
+    return isinstance(module, nn.RReLU) and bool(module.training)
 
 
 POOLED = tuple(f"pooled_{name}" for name in ("count", "mean", "m2", "start_mean", "start_var", "start_batches"))
@@ -130,40 +133,27 @@ class PureBatchNorm(_BatchNorm):
         return output
 
 
-class KeyedDropout(_DropoutNd):
+class KeyedDropout(Keyed, _DropoutNd):
     """Dropout whose key, and rate where it is overridden, are buffers that the call supplies."""
 
-    keyed_path: str
     keyed_draw: Draw
-    keyed_key: Tensor | None
-    keyed_rate: Tensor | None
 
     def forward(self, input: Tensor) -> Tensor:
-        rate: Rate = self.p if self.keyed_rate is None else self.keyed_rate
-        if not self.training or (rate.numel() == 0 if isinstance(rate, Tensor) else rate == 0):
-            return input
-        key = self.keyed_key
-        if key is None:
-            raise ValueError(
-                f"apply: {self.keyed_path!r} is dropout in training mode and has no key to draw from; pass key=, "
-                f"train=False or dropout=0.0"
-            )
-        output = self.keyed_draw(key, input, rate)
-        key.add_(1)  # for the module's next call; Threefry under a neighbouring key is as good as under any other
-        return output
+        draw = self.next_draw()
+        return input if draw is None else self.keyed_draw(draw.key, input, draw.rate)
 
 
-def _drop_elements(key: Tensor, x: Tensor, rate: Rate) -> Tensor:
+def drop_elements(key: Tensor, x: Tensor, rate: Rate) -> Tensor:
     return random.dropout(key, x, rate)
 
 
-def _drop_channels(key: Tensor, x: Tensor, rate: Rate, batched: int = 0) -> Tensor:
+def drop_channels(key: Tensor, x: Tensor, rate: Rate, batched: int = 0) -> Tensor:
     """Drop whole channels; the channel axis is 1, or 0 where the input has fewer axes than ``batched``."""
     kept = 1 if x.dim() < batched else 2
     return random.dropout(key, x, rate, mask_shape=(*x.shape[:kept], *(1 for _ in x.shape[kept:])))
 
 
-def _drop_alpha(key: Tensor, x: Tensor, rate: Rate, mask_shape: tuple[int, ...] | None = None) -> Tensor:
+def drop_alpha(key: Tensor, x: Tensor, rate: Rate, mask_shape: tuple[int, ...] | None = None) -> Tensor:
     r"""Send elements to SELU's negative limit :math:`-\lambda\alpha` and restore mean 0 and variance 1."""
     limit = 1.7580993408473766
     mask = random.dropout(key, torch.ones(mask_shape or x.shape, dtype=x.dtype, device=x.device), rate)
@@ -174,15 +164,20 @@ def _drop_alpha(key: Tensor, x: Tensor, rate: Rate, mask_shape: tuple[int, ...] 
     return torch.where(mask > 0, x, -limit) * scale.to(x.dtype) + shift.to(x.dtype)
 
 
-def _drop_alpha_channels(key: Tensor, x: Tensor, rate: Rate) -> Tensor:
-    return _drop_alpha(key, x, rate, (*x.shape[:2], *(1 for _ in x.shape[2:])))
+def drop_alpha_channels(key: Tensor, x: Tensor, rate: Rate) -> Tensor:
+    return drop_alpha(key, x, rate, (*x.shape[:2], *(1 for _ in x.shape[2:])))
 
 
 _DRAWS: dict[type[nn.Module], Draw] = {
-    nn.Dropout: _drop_elements,
-    nn.Dropout1d: functools.partial(_drop_channels, batched=3),
-    nn.Dropout2d: _drop_channels,
-    nn.Dropout3d: functools.partial(_drop_channels, batched=5),
-    nn.AlphaDropout: _drop_alpha,
-    nn.FeatureAlphaDropout: _drop_alpha_channels,
+    nn.Dropout: drop_elements,
+    nn.Dropout1d: functools.partial(drop_channels, batched=3),
+    nn.Dropout2d: drop_channels,
+    nn.Dropout3d: functools.partial(drop_channels, batched=5),
+    nn.AlphaDropout: drop_alpha,
+    nn.FeatureAlphaDropout: drop_alpha_channels,
+}
+_RNNS = (nn.LSTM, nn.GRU, nn.RNN)
+_WRITTEN_OUT: dict[type[Keyed], tuple[type[nn.Module], ...]] = {
+    KeyedAttention: (nn.MultiheadAttention,),
+    KeyedRNN: _RNNS,
 }
