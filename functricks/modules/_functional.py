@@ -8,6 +8,7 @@ import threading
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -16,20 +17,22 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from functricks import random, tree
+from functricks.modules._hooks import Plan, Replace, Select, Taps
 from functricks.modules._pure import POOLED, KeyedDropout, PureBatchNorm, Rate, draws_unkeyed, join, purify
 
 Buffers: TypeAlias = dict[str, Tensor]
 Dropout: TypeAlias = Rate | Mapping[str, Rate]
 Apply: TypeAlias = Callable[..., tuple[Any, Buffers]]
 
+EMPTY: Replace = MappingProxyType({})
 OFF = torch.empty(0)  # in the place of a rate: this dropout is switched off, whatever the key
 
 
 class Functional(NamedTuple):
     """A module as values: a pure function, and the parameters and buffers that it was made with.
 
-    ``apply(params, buffers, *args, key=None, train=None, dropout=None, **kwargs) -> (output, buffers)``, where ``args``
-    and ``kwargs`` are those of the module's ``forward``; see :func:`functional`.
+    ``apply(params, buffers, *args, key=None, train=None, dropout=None, probes=None, **kwargs) -> (output, buffers)``,
+    where ``args`` and ``kwargs`` are those of the module's ``forward``; see :func:`functional`.
     """
 
     apply: Apply
@@ -37,13 +40,15 @@ class Functional(NamedTuple):
     buffers: Buffers
 
 
-def functional(model: nn.Module) -> Functional:
+def functional(
+    model: nn.Module, *, observe: Select = (), intervene: Replace = EMPTY, probes: Select = ()
+) -> Functional:
     """Turn a module into a pure function of its parameters and buffers.
 
     Classic: calling the module, which updates its buffers in place and draws dropout masks from a global generator;
     :func:`torch.func.functional_call` takes the parameters as values, but does both as well.
 
-    The result's ``apply(params, buffers, *args, key=None, train=None, dropout=None, **kwargs)`` returns
+    The result's ``apply(params, buffers, *args, key=None, train=None, dropout=None, probes=None, **kwargs)`` returns
     ``(output, buffers)``:
 
     - ``params``, ``buffers``: dicts with the names of the module's ``named_parameters()`` and ``named_buffers()``,
@@ -55,17 +60,30 @@ def functional(model: nn.Module) -> Functional:
       :func:`functional` was called.
     - ``dropout``: overrides the rate of every dropout: a number in [0, 1], a 0-d tensor (which may be batched by
       ``vmap``), or a dict from globs on the modules' paths to these, the last match counting. 0 is exactly no dropout.
+    - ``probes``: ``{site: tensor}``, each added to the activation at that site; its gradient is the activation's.
+
+    Forward hooks, forward pre-hooks and full backward hooks become values. A *site* is where an activation passes:
+    ``"fc1"`` is what the module ``fc1`` returns, ``"fc1:input"`` its positional arguments (the one, or the tuple), and
+    ``"fc1#1"``, ``"fc1#1:input"`` belong to its second call. A selector is a glob on the modules' paths (``*`` crosses
+    dots) with these endings; without ``#`` it means every call. The root is ``""``, which only ``""`` selects.
 
     Args:
         model: any module whose ``forward`` depends on its parameters, buffers and arguments only. It is copied, once;
-            its hooks are copied along.
+            its own hooks are copied along, and run before what follows here.
+        observe: selectors (one, several, or a callable ``(path, module) -> bool``); the output then is
+            ``(output, {site: activation})``: what the module returned, which no later write in place edits.
+        intervene: ``{selector: function}``; the function's result passes on instead of the activation. With
+            :func:`replace_gradient` as the function, what passes on is the activation, with another gradient.
+        probes: selectors of the sites that ``apply`` takes a probe for; a probe is added after ``intervene``, has the
+            shape of the activation (or its structure) and may be left out, which is a probe of zeros.
 
     ``params`` and ``buffers`` are detached copies of the module's. BatchNorm on inputs in half precision computes in
     the precision of its statistics. A dropout with ``inplace=True`` does not write to its input.
 
     Raises ValueError for a lazy module that has not seen a batch and for SyncBatchNorm; ``apply`` does for names that
     are missing or unknown, for dropout that has to draw without a key, and for modules that draw random numbers in a
-    way that no key controls (dropout inside RNNs and MultiheadAttention, RReLU), which it names.
+    way that no key controls (dropout inside RNNs and MultiheadAttention, RReLU), which it names. A selector that
+    matches no module, or no call of the forward, raises and lists what there is.
 
     Dropout that ``forward`` calls as a function (``F.dropout``) draws from the global generator, as in PyTorch: use a
     module. An activation checkpoint that recomputes in the backward pass raises; call it outside of the module.
@@ -76,8 +94,17 @@ def functional(model: nn.Module) -> Functional:
     >>> output, buffers = model.apply(model.params, model.buffers, x, key=random.key(0))
     >>> output.shape, buffers["1.num_batches_tracked"], model.buffers["1.num_batches_tracked"]
     (torch.Size([2, 3]), tensor(1), tensor(0))
+
+    >>> model = functional(nn.Sequential(nn.Linear(2, 3), nn.Tanh()), observe="0", probes="0")
+    >>> def loss(probe):
+    ...     (output, seen), _ = model.apply(model.params, {}, x, probes={"0": probe})
+    ...     return output.sum(), seen["0"]
+    >>> gradient, activation = torch.func.grad(loss, has_aux=True)(torch.zeros(2, 3))
+    >>> torch.allclose(gradient, 1 - activation.tanh() ** 2)
+    True
     """
     _check_supported(model)
+    plan = Plan(f"functional of {type(model).__name__}", model, observe, intervene, probes)
     params = {name: p.detach().clone() for name, p in model.named_parameters()}
     buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
     # The private copies hold these tensors in the place of the user's, as placeholders that no call ever reads.
@@ -88,7 +115,7 @@ def functional(model: nn.Module) -> Functional:
     memo |= {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
     names = {id(memo[id(t)]): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
     # One copy a mode: a call then flips no flag, and a module's own train() decides what stays frozen.
-    calls = {train: _Call(copy.deepcopy(model, dict(memo)), names, train) for train in (None, True, False)}
+    calls = {train: _Call(copy.deepcopy(model, dict(memo)), names, train, plan) for train in (None, True, False)}
 
     def apply(
         params: dict[str, Tensor],
@@ -97,9 +124,10 @@ def functional(model: nn.Module) -> Functional:
         key: Tensor | None = None,
         train: bool | None = None,
         dropout: Dropout | None = None,
+        probes: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> tuple[Any, Buffers]:
-        return calls[train](params, buffers, args, kwargs, key, dropout)
+        return calls[train](params, buffers, args, kwargs, key, dropout, probes)
 
     return Functional(apply, params, buffers)
 
@@ -115,8 +143,9 @@ def _check_supported(model: nn.Module) -> None:
 class _Call:
     """A private copy of a module in one mode, and which value goes where in it."""
 
-    def __init__(self, module: nn.Module, names: Mapping[int, str], train: bool | None) -> None:
+    def __init__(self, module: nn.Module, names: Mapping[int, str], train: bool | None, plan: Plan) -> None:
         self.module = module if train is None else module.train(train)
+        self.taps = Taps(self.module, plan)
         self.title = type(module).__name__
         self.turn = threading.RLock()
         # Pairs (slot, name): a shared tensor has one name and several slots.
@@ -156,6 +185,7 @@ class _Call:
         kwargs: dict[str, Any],
         key: Tensor | None,
         dropout: Dropout | None,
+        probes: Mapping[str, Any] | None,
     ) -> tuple[Any, Buffers]:
         pooled = {name: buffer for name, buffer in buffers.items() if name in self.pooled_slots}
         own = {name: buffer for name, buffer in buffers.items() if name not in pooled} if pooled else buffers
@@ -163,7 +193,7 @@ class _Call:
         values = {slot: params[name] for slot, name in self.params}
         values.update({slot: buffers[name] for slot, name in self.read})
         if self.written:
-            zero = _zero_with_lanes([params, buffers, args, kwargs, key, dropout])
+            zero = _zero_with_lanes([params, buffers, args, kwargs, key, dropout, probes])
             fresh = {name: _renew(buffers[name], zero) for _, name in self.written}  # one a name: ties stay ties
             values.update({slot: fresh[name] for slot, name in self.written})
             values.update({self.pooled_slots[name]: _renew(buffer, zero) for name, buffer in pooled.items()})
@@ -171,7 +201,7 @@ class _Call:
             values.update(self._draws(key, dropout))
         # The values sit in the copy while it runs, so that two threads must take turns; a trace has one thread.
         with nullcontext() if torch.compiler.is_compiling() else self.turn:
-            output = functional_call(self.module, values, args, kwargs, tie_weights=False)
+            output = self.taps.run(probes, functional_call, self.module, values, args, kwargs, tie_weights=False)
         new = {name: values[self.buffer_slots[name]] for name in own}
         new.update({name: values.get(self.pooled_slots[name], buffer) for name, buffer in pooled.items()})
         return output, new
