@@ -12,6 +12,25 @@ put into every place where it occurs.
 
 from functricks.modules._functional import Functional, functional
 from functricks.modules._groups import no_decay
+from functricks.modules._identities import clip_gradient, replace_gradient, reverse_gradient, scale_gradient
+from functricks.modules._stacking import stack, stack_init, unstack
 from functricks.modules._supervised import SupervisedCarry, supervised, supervised_carry
+from functricks.modules._ties import tie, untie
 
-__all__ = ["Functional", "SupervisedCarry", "functional", "no_decay", "supervised", "supervised_carry"]
+__all__ = [
+    "Functional",
+    "SupervisedCarry",
+    "clip_gradient",
+    "functional",
+    "no_decay",
+    "replace_gradient",
+    "reverse_gradient",
+    "scale_gradient",
+    "stack",
+    "stack_init",
+    "supervised",
+    "supervised_carry",
+    "tie",
+    "unstack",
+    "untie",
+]

@@ -99,7 +99,7 @@ class Taps:
 
     def __init__(self, module: nn.Module, plan: Plan) -> None:
         self.plan = plan
-        self.present: Passing | None = None
+        self.present: list[Passing] | None = None
         self.handles = [self._hook(module.get_submodule(path), (path, before)) for path, before in plan.points]
 
     def _hook(self, module: nn.Module, point: Point) -> RemovableHandle:
@@ -121,18 +121,21 @@ class Taps:
         """Call the function, which runs the module; return ``(output, seen)`` where something is observed."""
         if not self.plan.points and not probes:
             return function(*args, **kwargs)
-        outer, self.present = self.present, Passing(probes or {})
+        # Empty when it is set and put back at the end: the one change to what lives outside that a scan lets pass.
+        present: list[Passing] = []
+        outer, self.present = self.present, present
+        present.append(Passing(probes or {}))
         try:
             output = function(*args, **kwargs)
-            self._check(self.present)
-            return (output, self.present.seen) if self.plan.observes else output
         finally:
             self.present = outer
+        self._check(present[0])
+        return (output, present[0].seen) if self.plan.observes else output
 
     def _pass(self, point: Point, value: Any) -> Any:
-        now = self.present
-        if now is None:
+        if not self.present:
             return value
+        now = self.present[0]
         number = now.calls.get(point, 0)
         now.calls[point] = number + 1
         site = _site(point, number)
