@@ -20,7 +20,11 @@ class _Replaced(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, fn: Callable[..., Tensor], *operands: Tensor) -> Tensor:
-        return x.clone()  # a view made in here could not be written to in place by the next module
+        y = x.clone()  # a view made in here could not be written to in place by the next module
+        for operand in operands:
+            # The value needs the lanes of the operands: without them, one gradient would arrive for all lanes.
+            y = torch.where(operand.new_ones((), dtype=torch.bool), y, y)
+        return y
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
