@@ -107,6 +107,7 @@ def test_compiled_is_eager(case: Case) -> None:
         assert_close(compiled(2 * X, 3 * numbers), function(2 * X, 3 * numbers))
 
 
+@pytest.mark.slow
 def test_compiled_by_inductor_also_twice_differentiated() -> None:
     def second(x: Tensor, c: Tensor) -> Tensor:
         return grad(lambda v: grad(lambda u: loss(CASES["scale_gradient"], u, c))(v).sum())(x)
@@ -164,11 +165,11 @@ def test_what_follows_may_write_in_place(case: Case) -> None:
 def test_errors() -> None:
     with pytest.raises(ValueError, match="give bound or max_norm, one of them; got None and None"):
         clip_gradient(X)
-    with pytest.raises(ValueError, match="give bound or max_norm, one of them; got 1.0 and 2.0"):
+    with pytest.raises(ValueError, match="give bound or max_norm, one of them; got 1"):
         clip_gradient(X, 1.0, max_norm=2.0)
-    with pytest.raises(ValueError, match="bound must be >= 0, got -1.0"):
+    with pytest.raises(ValueError, match="bound must be >= 0, got -1"):
         clip_gradient(X, -1.0)
-    with pytest.raises(ValueError, match="max_norm must be >= 0, got -1.0"):
+    with pytest.raises(ValueError, match="max_norm must be >= 0, got -1"):
         clip_gradient(X, max_norm=-1.0)
     with pytest.raises(TypeError, match=r"must return a tensor of the gradient's shape \(4,\), got shape \(\)"):
         grad(lambda x: replace_gradient(torch.sum)(x).sum())(X)
