@@ -76,19 +76,15 @@ def test_lanes_are_the_models() -> None:
 
 def test_gradient_of_a_tie_is_that_of_the_module() -> None:
     made = models(number=2)
-    stacked = stack(made)
-    found, _ = vmap(lambda p, b: gradients(stacked, p, b, random.key(3)))(stacked.params, stacked.buffers)
-    for i, model in enumerate(made):
+    for model in made:
         model.dropout.p = 0.0
-        pure = functional(model)
+    stacked = stack(made)
+    key = random.key(0)
+    found, _ = vmap(lambda p, b: gradients(stacked, p, b, key))(stacked.params, stacked.buffers)
+    for i, model in enumerate(made):
         cross_entropy(model(X), Y).mean().backward()
-        found = grad(lambda p, pure=pure: cross_entropy(pure.apply(p, pure.buffers, X)[0], Y).mean())(pure.params)
-        assert_same(found, {name: p.grad for name, p in model.named_parameters()})
-        restacked = stack([model, model])
-        both = vmap(
-            grad(lambda p, b, r=restacked: cross_entropy(r.apply(p, b, X)[0], Y).mean())
-        )(restacked.params, restacked.buffers)  # fmt: skip
-        assert_close(lane(both, i), found, eps=64, at_least=1.0)
+        expected = {name: p.grad for name, p in model.named_parameters()}
+        assert_close(lane(found, i), expected, eps=64, at_least=1.0)  # BatchNorm cancels; lanes sum in another order
 
 
 def test_stacks_train_as_the_models_do() -> None:
@@ -152,9 +148,8 @@ def test_initialisations_depend_on_the_key_alone() -> None:
     for i, one in enumerate(unstack(together)):
         assert_same(unstack(stack_init(Tied, keys[i : i + 1]))[0][1:], one[1:])
     assert_same(stack_init(Tied, keys.flip(0)).params, {n: p.flip(0) for n, p in together.params.items()})
-    assert all(
-        len({float(v) for v in together.params[n].flatten(1)[:, 0]}) == 4 for n in ("encoder.weight", "head.bias")
-    )
+    for name in ("encoder.weight", "head.bias"):
+        assert len(set(together.params[name].flatten(1)[:, 0].tolist())) == 4
 
 
 def test_initialisations_are_those_of_the_seed_that_the_key_spells() -> None:
