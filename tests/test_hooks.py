@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch._higher_order_ops.scan import scan
 from torch.func import grad, vmap
 
 from functricks import attack, functional, random, replace_gradient, reverse_gradient
+from functricks.adapter import hooks
 from functricks.modules import Functional
 from tests.helpers import assert_close, assert_nonzero, assert_same, assert_untouched, lane, stack
 
@@ -495,6 +497,109 @@ def classic_embedding_gradient(model: nn.Module, tokens: Tensor) -> tuple[Tensor
     F.cross_entropy(output.transpose(1, 2), torch.zeros(2, 5, dtype=torch.int64)).backward()
     handle.remove()
     return output, kept[0].grad, kept[0]
+
+
+# --- classic loops ---------------------------------------------------------------------------------------------------
+
+
+def number_of_hooks(model: nn.Module) -> int:
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return sum(len(getattr(module, kind)) for module in model.modules() for kind in kinds)
+
+
+@each_model
+def test_a_loop_sees_what_hooks_see(name: str) -> None:
+    model, x, paths = make(name)
+    values, gradients, _ = classic(model, x, paths)
+    single = [path for path in with_inputs(paths) if isinstance(values[path], Tensor) and path != "embedding:input"]
+    before = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    fresh = make(name)[0]
+    model.load_state_dict(fresh.state_dict())
+    with hooks(model, observe=with_inputs(paths), gradients=single) as seen:
+        for _ in range(2):  # each forward begins anew
+            model.load_state_dict(fresh.state_dict())
+            model.zero_grad()
+            score(model(x.clone().requires_grad_() if x.is_floating_point() else x)).backward()
+    assert_same(comparable(seen.activations), comparable(values))
+    assert list(seen.activations) == list(values)
+    assert_same(seen.gradients, {site: gradients[site][0] for site in seen.gradients})
+    assert len(seen.gradients) >= 7
+    assert_same({name: p.grad for name, p in model.named_parameters()}, before)
+
+
+def test_a_loop_replaces_what_functional_replaces() -> None:
+    model, x, _ = make("mlp")
+    clip = replace_gradient(lambda g: g.clamp(-0.1, 0.1))
+    changes = {"block.0:input": clip, "block.1": reverse_gradient, "fc#1": torch.sin}
+    pure = functional(model, intervene=changes)
+    expected = grad(lambda params: score(pure.apply(params, pure.buffers, x)[0]))(pure.params)
+    with hooks(model, intervene=changes):
+        score(model(x)).backward()
+    assert_same({name: p.grad for name, p in model.named_parameters()}, expected)
+    assert_same(model(x).detach(), make("mlp")[0](x).detach())
+
+
+def test_handles_are_removed_however_the_block_is_left() -> None:
+    model, x, _ = make("mlp")
+    own = model.fc.register_forward_hook(lambda module, args, output: None)
+    with hooks(model, observe="fc"), hooks(model, gradients="*:input", intervene={"": torch.neg}):
+        assert number_of_hooks(model) > 10
+        model(x)
+    assert number_of_hooks(model) == 1
+    for error in (ArithmeticError, KeyboardInterrupt):
+        with contextlib.suppress(error), hooks(model, observe="*") as seen:
+            model(x)
+            raise error
+        assert number_of_hooks(model) == 1
+        assert "block.1" in seen.activations
+
+    def fails(y: Tensor) -> Tensor:
+        raise ArithmeticError("in the forward")
+
+    with pytest.raises(ArithmeticError, match="in the forward"), hooks(model, intervene={"head": fails}):
+        model(x)
+    with (
+        pytest.raises(ValueError, match="hooks of Net: gradients='fc9' matches no module"),
+        hooks(model, observe="fc", gradients="fc9"),
+    ):
+        raise AssertionError
+    with (
+        pytest.raises(ValueError, match="hooks of Net: observe='fc#2' matches no call of this forward; have: fc, fc#1"),
+        hooks(model, observe="fc#2"),
+    ):
+        model(x)
+    assert number_of_hooks(model) == 1
+    own.remove()
+
+
+def test_a_recorded_gradient_is_what_came_this_way() -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.same = nn.Identity()
+            self.relu = nn.ReLU(inplace=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.sin(x)
+            return 3 * self.same(h) + 5 * h + self.relu(2 * h)
+
+    model = Residual()
+    x = torch.tensor([1.0, -1.0], requires_grad=True)
+    with hooks(model, gradients=["same", "same:input", "relu", "relu:input"]) as seen:
+        model(x).sum().backward()
+    assert_same(
+        seen.gradients,
+        {
+            "relu": torch.ones(2),
+            "relu:input": torch.tensor([1.0, 0.0]),
+            "same": torch.full((2,), 3.0),
+            "same:input": torch.full((2,), 3.0),
+        },
+    )
+    with torch.no_grad(), hooks(model, gradients="same") as seen:
+        model(x)
+    assert seen.gradients == {}
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------

@@ -104,7 +104,8 @@ def functional(
     True
     """
     _check_supported(model)
-    plan = Plan(f"functional of {type(model).__name__}", model, observe, intervene, probes)
+    title = f"functional of {type(model).__name__}"
+    plan = Plan(title, model, observe=observe, intervene=intervene, probes=probes)  # a probe is added last
     params = {name: p.detach().clone() for name, p in model.named_parameters()}
     buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
     # The private copies hold these tensors in the place of the user's, as placeholders that no call ever reads.

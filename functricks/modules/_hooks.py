@@ -29,16 +29,16 @@ _SITE = re.compile(r"(?P<glob>.*?)(#(?P<call>\d+))?(?P<input>:input)?", re.DOTAL
 class Step(NamedTuple):
     """What one selector does where an activation passes."""
 
-    kind: str  # "observe", "intervene" or "probes"
+    kind: str  # "observe", "intervene", "probes", and what others add
     selector: str
     call: int | None  # None is every call
     replace: Callable[[Any], Any] | None
 
 
 class Plan:
-    """Which steps are taken where; made once, for all copies of a module."""
+    """Which steps are taken where, in the order in which their kinds are given; one for all copies of a module."""
 
-    def __init__(self, title: str, model: nn.Module, observe: Select, intervene: Replace, probes: Select) -> None:
+    def __init__(self, title: str, model: nn.Module, **kinds: Select | Replace) -> None:
         self.title = title
         self.paths: dict[str, str] = {}  # every path -> the first path of the same module
         first: dict[int, str] = {}
@@ -46,13 +46,9 @@ class Plan:
             self.paths[path] = first.setdefault(id(module), path)
         self.points: dict[Point, list[Step]] = {}
         self.steps: list[Step] = []
-        # In this order they are taken: what is observed is what the module returned, and a probe is added last.
-        for selector in _selectors(observe, model):
-            self._add("observe", selector, None)
-        for selector, replace in intervene.items():
-            self._add("intervene", selector, replace)
-        for selector in _selectors(probes, model):
-            self._add("probes", selector, None)
+        for kind, given in kinds.items():
+            for selector in _selectors(given, model):
+                self._add(kind, selector, given[selector] if isinstance(given, Mapping) else None)
         self.observes = any(step.kind == "observe" for step in self.steps)
 
     def _add(self, kind: str, selector: str, replace: Callable[[Any], Any] | None) -> None:
@@ -68,7 +64,7 @@ class Plan:
         self.steps.append(step)
 
 
-def _selectors(given: Select, model: nn.Module) -> Iterator[str]:
+def _selectors(given: Select | Replace, model: nn.Module) -> Iterator[str]:
     if isinstance(given, str):
         yield given
     elif callable(given):
