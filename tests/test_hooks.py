@@ -602,6 +602,28 @@ def test_a_recorded_gradient_is_what_came_this_way() -> None:
     assert seen.gradients == {}
 
 
+@pytest.mark.slow
+def test_a_bert_is_observed_and_probed_as_by_hooks() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 11, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "attn_implementation": "eager"}
+    model = transformers.BertModel(transformers.BertConfig(**sizes, **quiet, intermediate_size=16))
+    site = "embeddings.word_embeddings"
+    pure = functional(model, observe=["encoder.layer.?", "encoder.layer.*.output"], probes=site)
+
+    def loss(params: Any, probe: Tensor) -> Any:
+        (output, seen), _ = pure.apply(params, pure.buffers, TOKENS, probes={site: probe})
+        return score(output.last_hidden_state), seen
+
+    (_, found), seen = grad(loss, argnums=(0, 1), has_aux=True)(pure.params, torch.zeros(2, 5, 8))
+    with hooks(model, observe=["encoder.layer.?", "encoder.layer.*.output"], gradients=site) as classic:
+        score(model(TOKENS).last_hidden_state).backward()
+    assert len(seen) == 6
+    assert_same(seen, {path: value.detach() for path, value in classic.activations.items()})
+    assert_same(found, classic.gradients[site])
+
+
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 
@@ -617,6 +639,12 @@ def test_a_selector_that_matches_no_module_raises(kind: str, given: Any) -> None
 def test_errors_at_construction() -> None:
     with pytest.raises(ValueError, match="chooses no module; have: fc, relu"):
         functional(Net(), observe=lambda path, module: False)
+    with pytest.raises(TypeError, match=r"observe takes globs such as .*, got <class"):
+        functional(Net(), observe=[nn.Linear])
+    with pytest.raises(TypeError, match="intervene maps selectors to functions; 'fc' has 2"):
+        functional(Net(), intervene={"fc": 2.0})
+    with pytest.raises(TypeError, match="intervene maps selectors to functions; 'fc' has None"):
+        functional(Net(), intervene=["fc"])
 
 
 def test_errors_of_a_call() -> None:

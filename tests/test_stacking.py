@@ -135,6 +135,28 @@ def test_train_and_eval_and_values_may_be_chosen_per_call() -> None:
     assert_same(new, stacked.buffers)
 
 
+@pytest.mark.slow
+def test_a_gpt_2_keeps_its_tie_in_a_stack() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 11, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16}
+    quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
+    config = transformers.GPT2Config(**sizes, **quiet, attn_implementation="eager")
+    tokens = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+    torch.manual_seed(0)
+    made = [transformers.GPT2LMHeadModel(config) for _ in range(2)]
+    stacked = stack(made)
+    assert "lm_head.weight" not in stacked.params
+
+    def loss(params: Any, buffers: Any) -> Tensor:
+        logits = stacked.apply(params, buffers, tokens)[0].logits
+        return cross_entropy(logits[:, :-1].transpose(1, 2), tokens[:, 1:]).mean()
+
+    found = vmap(grad(loss))(stacked.params, stacked.buffers)
+    for i, model in enumerate(made):
+        cross_entropy(model(tokens).logits[:, :-1].transpose(1, 2), tokens[:, 1:]).mean().backward()
+        assert_close(lane(found, i), {name: p.grad for name, p in model.named_parameters()}, at_least=1.0)
+
+
 # --- initialising ----------------------------------------------------------------------------------------------------
 
 

@@ -73,7 +73,8 @@ def functional(
         observe: selectors (one, several, or a callable ``(path, module) -> bool``); the output then is
             ``(output, {site: activation})``: what the module returned, which no later write in place edits.
         intervene: ``{selector: function}``; the function's result passes on instead of the activation. With
-            :func:`replace_gradient` as the function, what passes on is the activation, with another gradient.
+            :func:`replace_gradient` as the function, what passes on is the activation, with another gradient. What
+            differs from call to call or from lane to lane reaches a module as an argument of ``forward``, not here.
         probes: selectors of the sites that ``apply`` takes a probe for; a probe is added after ``intervene``, has the
             shape of the activation (or its structure) and may be left out, which is a probe of zeros.
 

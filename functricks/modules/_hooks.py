@@ -52,6 +52,10 @@ class Plan:
         self.observes = any(step.kind == "observe" for step in self.steps)
 
     def _add(self, kind: str, selector: str, replace: Callable[[Any], Any] | None) -> None:
+        if not isinstance(selector, str):
+            raise TypeError(f"{self.title}: {kind} takes globs such as 'encoder.*', got {selector!r}")
+        if (kind == "intervene") != callable(replace):
+            raise TypeError(f"{self.title}: intervene maps selectors to functions; {selector!r} has {replace!r}")
         parts: Any = _SITE.fullmatch(selector)
         glob, call = parts["glob"], None if parts["call"] is None else int(parts["call"])
         step = Step(kind, selector, call, replace)
