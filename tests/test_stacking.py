@@ -243,6 +243,7 @@ def with_(name: str, module: nn.Module) -> nn.Module:
         (untied, r"tie of the parameter 'decoder.weight': encoder.weight in model 0, decoder.weight in model 1"),
         (no_second_path, r"tie of the parameter 'again.weight': encoder.weight in model 0, again.weight in model 1"),
         (rated, r"setting of 'dropout', 'p': 0.5 in model 0, 0.1 in model 1"),
+        (lambda: with_("norm", nn.BatchNorm1d(4, eps=1e-3)), r"setting of 'norm', 'eps': 1e-05 in model 0, 0.001 in"),
         (lambda: Tied().eval(), r"setting of '', 'training': True in model 0, False in model 1"),
         (with_buffer, r"buffer 'extra': missing in model 0, float32 \[2\] on cpu in model 1"),
         (lambda: with_("norm", nn.LayerNorm(4)), r"module 'norm': BatchNorm1d in model 0, LayerNorm in model 1"),

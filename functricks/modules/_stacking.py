@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from functricks import tree
 from functricks.modules._functional import Functional, functional
 
-_SETTINGS = (bool, int, float, str, tuple)  # attributes that say how a module computes: rates, strides, flags
+_SETTING = (bool, int, float, str)  # attributes that say how a module computes: rates, flags; and tuples, as strides
 
 
 def stack(models: Sequence[nn.Module]) -> Functional:
@@ -42,9 +42,9 @@ def stack(models: Sequence[nn.Module]) -> Functional:
     """
     if not models:
         raise ValueError("stack: no models; give at least one")
+    first = functional(models[0])
     for index, model in enumerate(models[1:], 1):
         _check_alike(models[0], model, index)
-    first = functional(models[0])
     params = [dict(model.named_parameters()) for model in models]
     buffers = [dict(model.named_buffers()) for model in models]
     return Functional(first.apply, _stacked(params), _stacked(buffers))
@@ -134,7 +134,11 @@ def _compare(index: int, what: str, first: dict[str, Any], other: dict[str, Any]
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if isinstance(value, _SETTINGS) and name[0] != "_"}
+    return {name: repr(value) for name, value in vars(module).items() if name[0] != "_" and _is_setting(value)}
+
+
+def _is_setting(value: Any) -> bool:
+    return all(map(_is_setting, value)) if isinstance(value, tuple) else isinstance(value, _SETTING)
 
 
 def _form(tensor: Tensor) -> str:
