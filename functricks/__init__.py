@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from functricks import experiments, losses, random, schedules, sequences, tree
+    from functricks import adapter, experiments, losses, random, schedules, sequences, tree
     from functricks.adversarial import (
         attack,
         awp,
@@ -42,10 +42,19 @@ if TYPE_CHECKING:
     from functricks.modules import (
         Functional,
         SupervisedCarry,
+        clip_gradient,
         functional,
         no_decay,
+        replace_gradient,
+        reverse_gradient,
+        scale_gradient,
+        stack,
+        stack_init,
         supervised,
         supervised_carry,
+        tie,
+        unstack,
+        untie,
     )
     from functricks.optimizers import (
         adadelta,
@@ -151,6 +160,7 @@ __all__ = [
     "adam",
     "adamax",
     "adamw",
+    "adapter",
     "adaptive_clip",
     "add_decayed_weights",
     "add_noise",
@@ -167,6 +177,7 @@ __all__ = [
     "clip_by_global_norm",
     "clip_by_leaf_norm",
     "clip_by_value",
+    "clip_gradient",
     "clip_per_example",
     "dynamic_loss_scale",
     "ema",
@@ -196,6 +207,8 @@ __all__ = [
     "r_drop",
     "radam",
     "random",
+    "replace_gradient",
+    "reverse_gradient",
     "rmsprop",
     "rprop",
     "sam",
@@ -205,23 +218,29 @@ __all__ = [
     "scale_by_rms",
     "scale_by_schedule",
     "scale_by_trust_ratio",
+    "scale_gradient",
     "schedule_free_adamw",
     "schedules",
     "sequences",
     "sgd",
     "skip_nonfinite",
+    "stack",
+    "stack_init",
     "static_loss_scale",
     "supervised",
     "supervised_carry",
     "swa",
+    "tie",
     "trace",
     "train_step",
     "tree",
+    "unstack",
+    "untie",
     "update_bn",
     "vat",
 ]
 
-_NAMESPACES = ("experiments", "losses", "random", "schedules", "sequences", "tree")
+_NAMESPACES = ("adapter", "experiments", "losses", "random", "schedules", "sequences", "tree")
 _FLAT = (
     "types",
     "transforms",

@@ -8,6 +8,7 @@ import threading
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
@@ -17,6 +18,7 @@ from torch.func import functional_call
 
 from functricks import random, tree
 from functricks.modules._functions import AtSite, KeyedFunctions, Site, draws_by_function
+from functricks.modules._hooks import Plan, Replace, Select, Taps
 from functricks.modules._keyed import Keyed, Rate
 from functricks.modules._pure import POOLED, PureBatchNorm, draws_unkeyed, join, purify, subtype
 
@@ -24,14 +26,15 @@ Buffers: TypeAlias = dict[str, Tensor]
 Dropout: TypeAlias = Rate | Mapping[str, Rate]
 Apply: TypeAlias = Callable[..., tuple[Any, Buffers]]
 
+EMPTY: Replace = MappingProxyType({})
 OFF = torch.empty(0)  # in the place of a rate: this dropout is switched off, whatever the key
 
 
 class Functional(NamedTuple):
     """A module as values: a pure function, and the parameters and buffers that it was made with.
 
-    ``apply(params, buffers, *args, key=None, train=None, dropout=None, **kwargs) -> (output, buffers)``, where ``args``
-    and ``kwargs`` are those of the module's ``forward``; see :func:`functional`.
+    ``apply(params, buffers, *args, key=None, train=None, dropout=None, probes=None, **kwargs) -> (output, buffers)``,
+    where ``args`` and ``kwargs`` are those of the module's ``forward``; see :func:`functional`.
     """
 
     apply: Apply
@@ -39,13 +42,20 @@ class Functional(NamedTuple):
     buffers: Buffers
 
 
-def functional(model: nn.Module, *, randomness: Literal["error", "global"] = "error") -> Functional:
+def functional(
+    model: nn.Module,
+    *,
+    observe: Select = (),
+    intervene: Replace = EMPTY,
+    probes: Select = (),
+    randomness: Literal["error", "global"] = "error",
+) -> Functional:
     """Turn a module into a pure function of its parameters and buffers.
 
     Classic: calling the module, which updates its buffers in place and draws dropout masks from a global generator;
     :func:`torch.func.functional_call` takes the parameters as values, but does both as well.
 
-    The result's ``apply(params, buffers, *args, key=None, train=None, dropout=None, **kwargs)`` returns
+    The result's ``apply(params, buffers, *args, key=None, train=None, dropout=None, probes=None, **kwargs)`` returns
     ``(output, buffers)``:
 
     - ``params``, ``buffers``: dicts with the names of the module's ``named_parameters()`` and ``named_buffers()``,
@@ -57,10 +67,23 @@ def functional(model: nn.Module, *, randomness: Literal["error", "global"] = "er
       :func:`functional` was called.
     - ``dropout``: overrides the rate of every dropout: a number in [0, 1], a 0-d tensor (which may be batched by
       ``vmap``), or a dict from globs on the modules' paths to these, the last match counting. 0 is exactly no dropout.
+    - ``probes``: ``{site: tensor}``, each added to the activation at that site; its gradient is the activation's.
+
+    Forward hooks, forward pre-hooks and full backward hooks become values. A *site* is where an activation passes:
+    ``"fc1"`` is what the module ``fc1`` returns, ``"fc1:input"`` its positional arguments (the one, or the tuple), and
+    ``"fc1#1"``, ``"fc1#1:input"`` belong to its second call. A selector is a glob on the modules' paths (``*`` crosses
+    dots) with these endings; without ``#`` it means every call. The root is ``""``, which only ``""`` selects.
 
     Args:
         model: any module whose ``forward`` depends on its parameters, buffers and arguments only. It is copied, once;
-            its hooks are copied along.
+            its own hooks are copied along, and run before what follows here.
+        observe: selectors (one, several, or a callable ``(path, module) -> bool``); the output then is
+            ``(output, {site: activation})``: what the module returned, which no later write in place edits.
+        intervene: ``{selector: function}``; the function's result passes on instead of the activation. With
+            :func:`replace_gradient` as the function, what passes on is the activation, with another gradient. What
+            differs from call to call or from lane to lane reaches a module as an argument of ``forward``, not here.
+        probes: selectors of the sites that ``apply`` takes a probe for; a probe is added after ``intervene``, has the
+            shape of the activation (or its structure) and may be left out, which is a probe of zeros.
         randomness: what to do where the model draws random numbers in a way that no key controls (RReLU, ``torch.rand``
             and the like in ``forward``): raise, or let it draw from the global generator. Dropout needs its key anyway.
 
@@ -69,7 +92,8 @@ def functional(model: nn.Module, *, randomness: Literal["error", "global"] = "er
 
     Raises ValueError for a lazy module that has not seen a batch and for SyncBatchNorm; ``apply`` does for names that
     are missing or unknown, for dropout that has to draw without a key, and for modules that draw random numbers in a
-    way that no key controls, which it names.
+    way that no key controls, which it names. A selector that matches no module, or no call of the forward, raises and
+    lists what there is.
 
     LSTM, GRU and RNN run step by step under ``vmap`` and ``torch.compile`` and are torch's own kernel otherwise.
     Dropout that ``forward`` calls as a function (``F.dropout``, ``F.scaled_dot_product_attention``, dropout inside of
@@ -84,11 +108,21 @@ def functional(model: nn.Module, *, randomness: Literal["error", "global"] = "er
     >>> output, buffers = model.apply(model.params, model.buffers, x, key=random.key(0))
     >>> output.shape, buffers["1.num_batches_tracked"], model.buffers["1.num_batches_tracked"]
     (torch.Size([2, 3]), tensor(1), tensor(0))
+
+    >>> model = functional(nn.Sequential(nn.Linear(2, 3), nn.Tanh()), observe="0", probes="0")
+    >>> def loss(probe):
+    ...     (output, seen), _ = model.apply(model.params, {}, x, probes={"0": probe})
+    ...     return output.sum(), seen["0"]
+    >>> gradient, activation = torch.func.grad(loss, has_aux=True)(torch.zeros(2, 3))
+    >>> torch.allclose(gradient, 1 - activation.tanh() ** 2)
+    True
     """
     if randomness not in ("error", "global"):
         raise ValueError(f"functional: randomness must be 'error' or 'global', got {randomness!r}")
     _check_supported(model)
-    watched = draws_by_function(model)
+    title = f"functional of {type(model).__name__}"
+    plan = Plan(title, model, observe=observe, intervene=intervene, probes=probes)  # a probe is added last
+    made = _Made(plan, draws_by_function(model), randomness == "error")
     params = {name: p.detach().clone() for name, p in model.named_parameters()}
     buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
     # The private copies hold these tensors in the place of the user's, as placeholders that no call ever reads.
@@ -102,7 +136,7 @@ def functional(model: nn.Module, *, randomness: Literal["error", "global"] = "er
     # to be traced.
     recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
     calls = {
-        (train, traced): _Call(copy.deepcopy(model, dict(memo)), names, train, traced, watched, randomness == "error")
+        (train, traced): _Call(copy.deepcopy(model, dict(memo)), names, train, traced, made)
         for train in (None, True, False)
         for traced in ((False, True) if recurrent else (False,))
     }
@@ -114,9 +148,11 @@ def functional(model: nn.Module, *, randomness: Literal["error", "global"] = "er
         key: Tensor | None = None,
         train: bool | None = None,
         dropout: Dropout | None = None,
+        probes: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> tuple[Any, Buffers]:
-        return calls[train, recurrent and torch.compiler.is_compiling()](params, buffers, args, kwargs, key, dropout)
+        call = calls[train, recurrent and torch.compiler.is_compiling()]
+        return call(params, buffers, args, kwargs, key, dropout, probes)
 
     return Functional(apply, params, buffers)
 
@@ -129,14 +165,23 @@ def _check_supported(model: nn.Module) -> None:
             raise ValueError(f"functional: {path!r} is SyncBatchNorm, which talks to other ranks; use BatchNorm")
 
 
+class _Made(NamedTuple):
+    """What holds for all copies of a module."""
+
+    plan: Plan
+    watched: bool  # may its code call functions that draw?
+    strict: bool  # must all that it draws come from a key?
+
+
 class _Call:
     """A private copy of a module in one mode, and which value goes where in it."""
 
     def __init__(
-        self, module: nn.Module, names: Mapping[int, str], train: bool | None, traced: bool, watched: bool, strict: bool
+        self, module: nn.Module, names: Mapping[int, str], train: bool | None, traced: bool, made: _Made
     ) -> None:
         self.module = module if train is None else module.train(train)
         self.traced = traced
+        self.taps = Taps(self.module, made.plan)
         self.title = type(module).__name__
         self.turn = threading.RLock()
         # Pairs (slot, name): a shared tensor has one name and several slots.
@@ -147,9 +192,9 @@ class _Call:
         self.pooled_slots: dict[str, str] = {}  # the same, for what accumulate puts beside BatchNorm's statistics
         self.rates: dict[str, float] = {}  # of the dropouts that are in training mode
         self.hashes: dict[str, int] = {}  # by path: what a key is folded with
-        self.site = Site() if watched else None
+        self.site = Site() if made.watched else None
         self.sites: list[str] = []  # the modules that may call dropout as a function
-        self.strict = strict
+        self.strict = made.strict
         self.unkeyed: list[str] = []
         for path, child in module.named_modules():
             self._add(path, child, names)
@@ -185,6 +230,7 @@ class _Call:
         kwargs: dict[str, Any],
         key: Tensor | None,
         dropout: Dropout | None,
+        probes: Mapping[str, Any] | None,
     ) -> tuple[Any, Buffers]:
         pooled = {name: buffer for name, buffer in buffers.items() if name in self.pooled_slots}
         own = {name: buffer for name, buffer in buffers.items() if name not in pooled} if pooled else buffers
@@ -192,7 +238,7 @@ class _Call:
         values = {slot: params[name] for slot, name in self.params}
         values.update({slot: buffers[name] for slot, name in self.read})
         if self.written:
-            zero = _zero_with_lanes([params, buffers, args, kwargs, key, dropout])
+            zero = _zero_with_lanes([params, buffers, args, kwargs, key, dropout, probes])
             fresh = {name: _renew(buffers[name], zero) for _, name in self.written}  # one a name: ties stay ties
             values.update({slot: fresh[name] for slot, name in self.written})
             values.update({self.pooled_slots[name]: _renew(buffer, zero) for name, buffer in pooled.items()})
@@ -202,7 +248,7 @@ class _Call:
         # The values sit in the copy while it runs, so that two threads must take turns; a trace has one thread.
         turn = nullcontext() if torch.compiler.is_compiling() else self.turn
         with turn, self._functions(key, rates):
-            output = functional_call(self.module, values, args, kwargs, tie_weights=False)
+            output = self.taps.run(probes, functional_call, self.module, values, args, kwargs, tie_weights=False)
         new = {name: values[self.buffer_slots[name]] for name in own}
         new.update({name: values.get(self.pooled_slots[name], buffer) for name, buffer in pooled.items()})
         return output, new
