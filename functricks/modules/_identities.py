@@ -64,8 +64,8 @@ def replace_gradient(fn: Callable[..., Tensor]) -> Identity:
 
     .. math:: y = x, \qquad \bar x = \mathrm{fn}(\bar y, \ldots)
 
-    Classic: ``x.register_hook(fn)``, or the value returned by a full backward hook. Hooks do not fire under
-    :func:`torch.func.grad`.
+    Classic: ``x.register_hook(fn)``, or the value returned by a full backward hook. Under :func:`torch.func.grad` full
+    backward hooks raise; tensor hooks act on one level of derivatives only, and raise in lanes inside of it.
 
     Args:
         fn: ``(gradient, *operands) -> gradient`` of the same shape. It may be differentiated again.

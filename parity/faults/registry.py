@@ -18,7 +18,8 @@ class Fault(NamedTuple):
     remedy: str  # what functricks does
 
 
-MODULES = ("losses", "schedules", "steps", "adversarial", "optimizers")  # of this package, in the order of the table
+# of this package, in the order of the table
+MODULES = ("losses", "schedules", "steps", "adversarial", "optimizers", "hooks")
 
 _registered: dict[str, list[Callable[[], Fault]]] = {}
 
