@@ -1,14 +1,14 @@
 """Deep-learning training techniques for PyTorch, as pure functions over parameter pytrees.
 
-Losses, schedules, random numbers, trees and experiments stay in their namespaces (``functricks.losses``, ...);
-everything else is here.
+Losses, schedules, random numbers, trees, experiments and the adapter stay in their namespaces
+(``functricks.losses``, ...); everything else is here.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from functricks import adapter, experiments, losses, random, schedules, sequences, tree
+    from functricks import adapter, distributed, experiments, losses, random, schedules, sequences, tree
     from functricks.adversarial import (
         attack,
         awp,
@@ -240,7 +240,7 @@ __all__ = [
     "vat",
 ]
 
-_NAMESPACES = ("adapter", "experiments", "losses", "random", "schedules", "sequences", "tree")
+_NAMESPACES = ("adapter", "distributed", "experiments", "losses", "random", "schedules", "sequences", "tree")
 _FLAT = (
     "types",
     "transforms",

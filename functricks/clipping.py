@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from functricks import tree
-from functricks.transforms.base import check_number, counter, stateless
+from functricks.transforms.base import check_number, counter, recorded, stateless
 from functricks.types import Empty, Grads, Number, Params, Transform
 
 __all__ = ["adaptive_clip", "clip_by_global_norm", "clip_by_leaf_norm", "clip_by_value"]
 
 
+@recorded
 def clip_by_value(bound: Number) -> Transform:
     r"""Clamp every entry of every gradient to ``[-bound, bound]``.
 
@@ -43,6 +44,7 @@ class ClipByGlobalNormState(NamedTuple):
     nonfinite: Tensor
 
 
+@recorded
 def clip_by_global_norm(
     max_norm: Number, *, norm_type: float = 2.0, classic: bool = False, error_if_nonfinite: bool = False
 ) -> Transform:
@@ -117,6 +119,7 @@ def _classic_factor(grads: Grads, max_norm: Number, order: float) -> tuple[tuple
     return (factor, torch.ones_like(factor)), torch.isfinite(total)
 
 
+@recorded
 def clip_by_leaf_norm(max_norm: Number) -> Transform:
     r"""Scale every leaf by itself so that its Euclidean norm is at most ``max_norm``.
 
@@ -141,6 +144,7 @@ def clip_by_leaf_norm(max_norm: Number) -> Transform:
     return stateless(lambda grads, params: tree.pointwise(clip, grads, coefficients=(max_norm,)))
 
 
+@recorded
 def adaptive_clip(clipping: Number = 0.01, eps: Number = 1e-3) -> Transform:
     r"""Bound the gradient of every output unit by a share of the norm of the unit's weights.
 

@@ -10,12 +10,13 @@ from torch import Tensor
 from functricks import tree
 from functricks.optimizers.base import ascend, decay, descend
 from functricks.transforms import chain, scale_by_adam, scale_by_learning_rate
-from functricks.transforms.base import check_betas, check_number, counter, double, matched, power, statistic
+from functricks.transforms.base import check_betas, check_number, counter, double, matched, power, recorded, statistic
 from functricks.types import Grads, Number, Params, Schedule, Transform, Updates
 
 __all__ = ["adam", "adamax", "adamw", "nadam", "radam"]
 
 
+@recorded
 def adam(
     lr: Number | Schedule = 1e-3,
     betas: tuple[Number, Number] = (0.9, 0.999),
@@ -57,6 +58,7 @@ def adam(
     )
 
 
+@recorded
 def adamw(
     lr: Number | Schedule = 1e-3,
     betas: tuple[Number, Number] = (0.9, 0.999),
@@ -129,6 +131,7 @@ def scale_by_nadam(betas: tuple[Number, Number], eps: Number, momentum_decay: Nu
     return Transform(init, update)
 
 
+@recorded
 def nadam(
     lr: Number | Schedule = 2e-3,
     betas: tuple[Number, Number] = (0.9, 0.999),
@@ -210,6 +213,7 @@ def scale_by_radam(betas: tuple[Number, Number], eps: Number) -> Transform:
     return Transform(init, update)
 
 
+@recorded
 def radam(
     lr: Number | Schedule = 1e-3,
     betas: tuple[Number, Number] = (0.9, 0.999),
@@ -282,6 +286,7 @@ def scale_by_adamax(betas: tuple[Number, Number], eps: Number) -> Transform:
     return Transform(init, update)
 
 
+@recorded
 def adamax(
     lr: Number | Schedule = 2e-3,
     betas: tuple[Number, Number] = (0.9, 0.999),

@@ -23,6 +23,7 @@ from functricks.transforms.base import (
     matched,
     power,
     rate_at,
+    recorded,
     statistic,
 )
 from functricks.types import Grads, Number, Params, Schedule, Transform, Updates
@@ -60,6 +61,7 @@ def step_asgd(lr: Number | Schedule, lambd: Number, alpha: Number, t0: Number) -
     return Transform(init, update)
 
 
+@recorded
 def asgd(
     lr: Number | Schedule = 1e-2,
     lambd: Number = 1e-4,
@@ -161,6 +163,7 @@ def step_schedule_free(
     return Transform(init, update)
 
 
+@recorded
 def schedule_free_adamw(
     lr: Number | Schedule = 2.5e-3,
     betas: tuple[Number, Number] = (0.9, 0.999),

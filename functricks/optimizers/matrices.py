@@ -20,6 +20,7 @@ from functricks.transforms.base import (
     is_zero,
     matched,
     rate_at,
+    recorded,
     statistic,
 )
 from functricks.types import Grads, Number, Params, Schedule, Transform, Updates
@@ -123,6 +124,7 @@ def _clipped(update: Tensor, d: Number, rate: Tensor) -> Tensor:
     return update * (rate / excess).to(update.dtype)
 
 
+@recorded
 def adafactor(
     lr: Number | Schedule = 1e-2,
     beta2_decay: Number = -0.8,
@@ -245,6 +247,7 @@ def _gain(leaf: Tensor, adjust_lr_fn: AdjustLr | None) -> float:
     return math.sqrt(max(1, rows / columns)) if columns else 1.0
 
 
+@recorded
 def muon(
     lr: Number | Schedule = 1e-3,
     weight_decay: Number = 0.1,
@@ -310,6 +313,7 @@ def muon(
 # --- LAMB ------------------------------------------------------------------------------------------------------------
 
 
+@recorded
 def lamb(
     lr: Number | Schedule = 1e-3,
     betas: tuple[Number, Number] = (0.9, 0.999),

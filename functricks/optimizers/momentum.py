@@ -5,12 +5,13 @@ from __future__ import annotations
 from functricks import tree
 from functricks.optimizers.base import ascend, decay
 from functricks.transforms import chain, scale_by_learning_rate, trace
-from functricks.transforms.base import is_zero
+from functricks.transforms.base import is_zero, recorded
 from functricks.types import Number, Schedule, Transform
 
 __all__ = ["sgd"]
 
 
+@recorded
 def sgd(
     lr: Number | Schedule = 1e-3,
     momentum: Number = 0.0,

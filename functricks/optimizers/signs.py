@@ -10,7 +10,7 @@ from torch import Tensor
 from functricks import tree
 from functricks.optimizers.base import ascend, descend
 from functricks.transforms import chain, scale
-from functricks.transforms.base import check_betas, check_number, matched, statistic
+from functricks.transforms.base import check_betas, check_number, matched, recorded, statistic
 from functricks.types import Grads, Number, Params, Schedule, Transform, Updates
 
 __all__ = ["lion", "rprop"]
@@ -44,6 +44,7 @@ def scale_by_rprop(lr: Number, etas: tuple[Number, Number], step_sizes: tuple[Nu
     return Transform(init, update)
 
 
+@recorded
 def rprop(
     lr: Number = 1e-2,
     etas: tuple[Number, Number] = (0.5, 1.2),
@@ -100,6 +101,7 @@ def scale_by_lion(betas: tuple[Number, Number]) -> Transform:
     return Transform(init, update)
 
 
+@recorded
 def lion(
     lr: Number | Schedule = 1e-4,
     betas: tuple[Number, Number] = (0.9, 0.99),

@@ -10,7 +10,7 @@ from torch import Tensor
 from functricks import tree
 from functricks.optimizers.base import ascend, decay
 from functricks.transforms import chain, scale_by_learning_rate, scale_by_rms, trace
-from functricks.transforms.base import check_number, counter, double, is_zero, matched, statistic
+from functricks.transforms.base import check_number, counter, double, is_zero, matched, recorded, statistic
 from functricks.types import Grads, Number, Params, Schedule, Transform, Updates
 
 __all__ = ["adadelta", "adagrad", "rmsprop"]
@@ -40,6 +40,7 @@ def scale_by_adagrad(lr_decay: Number, initial_accumulator_value: Number, eps: N
     return Transform(init, update)
 
 
+@recorded
 def adagrad(
     lr: Number | Schedule = 1e-2,
     lr_decay: Number = 0.0,
@@ -103,6 +104,7 @@ def scale_by_adadelta(rho: Number, eps: Number) -> Transform:
     return Transform(init, update)
 
 
+@recorded
 def adadelta(
     lr: Number | Schedule = 1.0,
     rho: Number = 0.9,
@@ -140,6 +142,7 @@ def adadelta(
     )
 
 
+@recorded
 def rmsprop(
     lr: Number | Schedule = 1e-2,
     alpha: Number = 0.99,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 
 import torch
 from torch import Tensor
@@ -15,6 +16,37 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 __all__: list[str] = []  # nothing here is public
+
+
+# --- how a transform was made ----------------------------------------------------------------------------------------
+
+Arguments = ParamSpec("Arguments")
+
+
+class Made(NamedTuple):
+    """The maker of a transform, and what it was called with."""
+
+    maker: Callable[..., Transform]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def recorded(maker: Callable[Arguments, Transform]) -> Callable[Arguments, Transform]:
+    """Have a maker note on its transforms how they were made: the adapter shows and changes hyper-parameters by it."""
+
+    @functools.wraps(maker)
+    def make(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Transform:
+        transform = maker(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            transform.update.__dict__["made"] = Made(make, args, kwargs)
+        return transform
+
+    return make
+
+
+def made(transform: Any) -> Made | None:
+    """Return how a transform was made, if its maker is recorded."""
+    return getattr(getattr(transform, "update", None), "made", None)
 
 
 # --- hyper-parameters ------------------------------------------------------------------------------------------------

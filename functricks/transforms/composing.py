@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from functricks import tree
-from functricks.transforms.base import counter
+from functricks.transforms.base import counter, recorded
 from functricks.types import Grads, Params, State, Transform, Updates
 
 __all__ = ["apply_updates", "chain", "named_chain", "skip_nonfinite"]
@@ -25,6 +25,7 @@ def apply_updates(params: Params, updates: Updates) -> Params:
     return tree.add(params, updates)
 
 
+@recorded
 def chain(*transforms: Transform) -> Transform:
     """Apply transforms one after the other; the state is the tuple of theirs.
 
@@ -50,6 +51,7 @@ def chain(*transforms: Transform) -> Transform:
     return Transform(init, update)
 
 
+@recorded
 def named_chain(**transforms: Transform) -> Transform:
     """Apply transforms one after the other; the state is a dict with their names, so that one is found again.
 
@@ -87,6 +89,7 @@ class SkipNonfiniteState(NamedTuple):
     skipped: Tensor
 
 
+@recorded
 def skip_nonfinite(transform: Transform) -> Transform:
     """Skip a step whose gradients are not all finite: zero updates, and ``transform`` keeps its state.
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from functricks import tree
-from functricks.transforms.base import check_integer, check_number, counter, is_schedule, matched, statistic
+from functricks.transforms.base import check_integer, check_number, counter, is_schedule, matched, recorded, statistic
 from functricks.transforms.composing import apply_updates
 from functricks.types import Gradient, Grads, Number, Params, State, Transform, Updates
 
@@ -111,6 +111,7 @@ class LookaheadState(NamedTuple):
         return self.slow
 
 
+@recorded
 def lookahead(transform: Transform, sync_period: int | Tensor = 5, slow_step_size: Number = 0.5) -> Transform:
     r"""Let ``transform`` run ahead, and every ``sync_period`` steps go only part of the way after it.
 
@@ -244,6 +245,7 @@ class MasterWeightsState(NamedTuple):
     inner: State
 
 
+@recorded
 def master_weights(transform: Transform) -> Transform:
     """Keep float32 copies of half-precision parameters, and let ``transform`` move those.
 
