@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from functricks import experiments, losses, random, schedules, tree
+    from functricks import adapter, experiments, losses, random, schedules, tree
     from functricks.adversarial import (
         attack,
         awp,
@@ -151,6 +151,7 @@ __all__ = [
     "adam",
     "adamax",
     "adamw",
+    "adapter",
     "adaptive_clip",
     "add_decayed_weights",
     "add_noise",
@@ -220,7 +221,7 @@ __all__ = [
     "vat",
 ]
 
-_NAMESPACES = ("experiments", "losses", "random", "schedules", "tree")
+_NAMESPACES = ("adapter", "experiments", "losses", "random", "schedules", "tree")
 _FLAT = (
     "types",
     "transforms",

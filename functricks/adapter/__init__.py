@@ -1,0 +1,9 @@
+"""The techniques in a classic loop: ``nn.Module``, ``.grad``, ``torch.optim``, with PyTorch's habits and numbers.
+
+Every piece calls the pure function and keeps its state where PyTorch's users look for it. This is the only part of the
+library that writes in place.
+"""
+
+from functricks.adapter.attacks import FGM, PGD
+
+__all__ = ["FGM", "PGD"]
