@@ -4,6 +4,7 @@ Every piece calls the pure function and keeps its state where PyTorch's users lo
 library that writes in place.
 """
 
-from functricks.adapter.attacks import FGM, PGD
+from functricks.adapter._attacks import FGM, PGD
+from functricks.adapter._loop import Loop
 
-__all__ = ["FGM", "PGD"]
+__all__ = ["FGM", "PGD", "Loop"]

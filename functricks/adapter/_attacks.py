@@ -14,7 +14,7 @@ from functricks.adversarial._geometry import Norm, check_norm, check_steps, proj
 from functricks.transforms.base import check_number
 from functricks.types import Number
 
-__all__ = ["FGM", "PGD", "unwrapped"]
+__all__ = ["FGM", "PGD", "Attack", "unwrapped"]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -28,7 +28,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
         model = inner
 
 
-class _Attack:
+class Attack:
     """What FGM and PGD share: which parameters, how to measure them, and what to put back."""
 
     steps = 1
@@ -129,7 +129,7 @@ class _Attack:
                 parameter.grad.zero_()
 
 
-class FGM(_Attack):
+class FGM(Attack):
     r"""The fast gradient method for a classic loop: backward passes inside add the gradient at moved parameters.
 
     .. math:: r = \epsilon \frac{g}{\lVert g \rVert_2}
@@ -180,7 +180,7 @@ class FGM(_Attack):
             self.restore()
 
 
-class PGD(_Attack):
+class PGD(Attack):
     r"""Projected gradient descent for a classic loop: several steps of attack, kept in a ball, the last one counts.
 
     .. math::
