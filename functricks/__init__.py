@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from functricks import adapter, experiments, losses, random, schedules, tree
+    from functricks import adapter, experiments, losses, random, schedules, sequences, tree
     from functricks.adversarial import (
         attack,
         awp,
@@ -208,6 +208,7 @@ __all__ = [
     "scale_by_trust_ratio",
     "schedule_free_adamw",
     "schedules",
+    "sequences",
     "sgd",
     "skip_nonfinite",
     "static_loss_scale",
@@ -221,7 +222,7 @@ __all__ = [
     "vat",
 ]
 
-_NAMESPACES = ("adapter", "experiments", "losses", "random", "schedules", "tree")
+_NAMESPACES = ("adapter", "experiments", "losses", "random", "schedules", "sequences", "tree")
 _FLAT = (
     "types",
     "transforms",

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from functricks import tree
 
-__all__ = ["fold", "repeat", "scan"]
+__all__ = ["UNROLLED", "collect", "fold", "repeat", "scan"]
 
-_UNROLLED = 2  # a scan of one or two iterations costs more to compile and to run than its body
+UNROLLED = 2  # a scan of one or two iterations costs more to compile and to run than its body
 
 
 def fold(body: Callable[[Any, Any], Any], state: Any, items: list[Any], *, unroll: bool = False) -> Any:
@@ -28,7 +28,7 @@ def fold(body: Callable[[Any, Any], Any], state: Any, items: list[Any], *, unrol
         items: pytrees of one structure.
         unroll: never scan; ``torch.func.grad`` cannot differentiate through a scan.
     """
-    if unroll or not torch.compiler.is_compiling() or len(items) <= _UNROLLED:
+    if unroll or not torch.compiler.is_compiling() or len(items) <= UNROLLED:
         for item in items:
             state = body(state, item)
         return state
@@ -42,14 +42,25 @@ def repeat(body: Callable[[Any, Tensor], Any], state: Any, times: int, *, first:
 
 def scan(body: Callable[[Any, Any], Any], state: Any, items: Any) -> Any:
     """Return what :func:`fold` does for items that are stacked along a leading axis; only inside ``torch.compile``."""
+
+    def step(state: Any, item: Any) -> tuple[Any, Tensor]:
+        # a scan needs something to stack
+        return body(state, item), tree.leaves(item)[0].reshape(-1)[:1]
+
+    return collect(step, state, items)[0]
+
+
+def collect(body: Callable[[Any, Any], tuple[Any, Any]], state: Any, items: Any) -> tuple[Any, Any]:
+    """Scan with results: ``body(state, item) -> (state, result)``; return the last state and the stacked results."""
     from torch._higher_order_ops.scan import scan as torch_scan
 
     leaves, structure = tree.flatten(state)
     stacked, item_structure = tree.flatten(items)
 
-    def step(carry: list[Tensor], rows: list[Tensor]) -> tuple[list[Tensor], Tensor]:
-        new = body(tree.unflatten(structure, carry), tree.unflatten(item_structure, rows))
-        # a scan must not return an input unchanged, and needs something to stack
-        return [leaf.clone() for leaf in tree.leaves(new)], rows[0].reshape(-1)[:1].clone()
+    def step(carry: list[Tensor], rows: list[Tensor]) -> tuple[list[Tensor], Any]:
+        new, result = body(tree.unflatten(structure, carry), tree.unflatten(item_structure, rows))
+        # a scan must not return an input unchanged
+        return [leaf.clone() for leaf in tree.leaves(new)], tree.map(torch.clone, result)
 
-    return tree.unflatten(structure, torch_scan(step, leaves, stacked)[0])
+    last, results = torch_scan(step, leaves, stacked)
+    return tree.unflatten(structure, last), results
