@@ -6,5 +6,16 @@ library that writes in place.
 
 from functricks.adapter._attacks import FGM, PGD
 from functricks.adapter._loop import Loop
+from functricks.adapter._losses import FocalLoss, InfoNCE, LabelSmoothingCrossEntropy, LossModule
+from functricks.adapter._sampling import ScheduledSampler
 
-__all__ = ["FGM", "PGD", "Loop"]
+__all__ = [
+    "FGM",
+    "PGD",
+    "FocalLoss",
+    "InfoNCE",
+    "LabelSmoothingCrossEntropy",
+    "Loop",
+    "LossModule",
+    "ScheduledSampler",
+]
