@@ -221,6 +221,32 @@ def left_overs_and_unused_parameters(rank: int) -> None:
     replicas_are_equal(replica)
 
 
+def layers_that_only_some_micro_batches_use(rank: int) -> None:
+    """X07: layer a in the first micro-batch, which is not synchronised, layer b in the second."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in "ab"}).double()
+
+        def forward(self, name: str, x: Tensor) -> Tensor:
+            y: Tensor = self.layers[name](x)
+            return y
+
+    replica = DDP(Two(), find_unused_parameters=True)
+
+    def loss_fn(model: nn.Module, batch: Batch) -> ft.Loss:
+        name, x = batch
+        return ft.Loss(model(name, x), torch.full_like(x, 0.5))
+
+    loop = Loop(replica, loss_fn, SGD(replica.parameters(), 0.0), accumulate=2)
+    x = torch.tensor([[rank + 1.0]], dtype=torch.float64)
+    loop.step(("a", x))
+    info = loop.step(("b", x))
+    assert info.weight.item() == 2.0  # half for each of two micro-batches on two ranks
+    assert [p.grad.item() for p in replica.parameters()] == [1.5, 1.5]
+
+
 def unlike_numbers_of_batches(rank: int) -> None:
     lengths = (5, 2)
     mine = share_of(rank, lengths[rank])
@@ -295,6 +321,7 @@ CHECKS = [
     attacks_agree_with_one_process,
     a_classic_attack_by_hand_keeps_replicas_equal,
     left_overs_and_unused_parameters,
+    layers_that_only_some_micro_batches_use,
     unlike_numbers_of_batches,
     one_bad_rank_skips_the_step_on_all,
     a_state_loads_with_and_without_ranks,

@@ -260,6 +260,19 @@ def test_c05_left_over_micro_batches() -> None:
     assert model.w.grad is None
 
 
+@pytest.mark.parametrize(("leftover", "w"), [("flush", -0.2), ("drop", -0.1), ("carry", -0.1)])
+def test_left_overs_have_a_policy(leftover: Any, w: float) -> None:
+    model = Weight(0.0)
+    loop = Loop(model, times, SGD(model.parameters(), 0.1), accumulate=4)
+    list(loop.epoch([numbers(1)] * 7, leftover=leftover))
+    assert model.w.item() == pytest.approx(w)
+    assert loop.pending == (3 if leftover == "carry" else 0)
+    list(loop.epoch([numbers(1)], leftover=leftover))
+    assert model.w.item() == pytest.approx({"flush": -0.3, "drop": -0.1, "carry": -0.2}[leftover])
+    with pytest.raises(ValueError, match="epoch: leftover must be 'flush', 'drop' or 'carry', got 'leak'"):
+        list(loop.epoch([], leftover="leak"))  # type: ignore[arg-type]
+
+
 def test_c24_the_schedule_counts_updates() -> None:
     model = Weight()
     optimizer = SGD(model.parameters(), 1.0)

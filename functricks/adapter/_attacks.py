@@ -151,6 +151,8 @@ class FGM(Attack):
     Raises ``ValueError`` when ``where`` matches nothing, and ``RuntimeError`` for a second ``attack()`` before
     ``restore()``. Between the two the parameters are moved: keep optimizer steps and checkpoints out of there.
 
+    Every pass draws its own dropout masks and moves BatchNorm's statistics, as in the usual recipe.
+
     Under DDP the clean backward pass must have averaged the gradients over the ranks (no ``no_sync``), or every rank
     attacks in its own direction; replicas stay equal in both cases.
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from functricks.types import Batch, Loss, StepInfo, Transform
 __all__ = ["Loop"]
 
 LossOf = Callable[[nn.Module, Batch], Any]
+Leftover = Literal["flush", "drop", "carry"]
 
 
 class _Found(NamedTuple):
@@ -161,8 +162,10 @@ class Loop:
         self._average_gradients()
         return self._update()
 
-    def epoch(self, batches: Iterable[Batch], *, progress: bool = False) -> Iterator[StepInfo]:
-        """Step through the batches, flush, and yield the report of every update.
+    def epoch(
+        self, batches: Iterable[Batch], *, progress: bool = False, leftover: Leftover = "flush"
+    ) -> Iterator[StepInfo]:
+        """Step through the batches, update with those left over, and yield the report of every update.
 
         Ranks may have unlike numbers of batches: one that has run out takes part with a weight of zero, by its last
         batch, until all have (which moves BatchNorm's statistics once more, and fails on a rank without any batch).
@@ -170,18 +173,24 @@ class Loop:
         Args:
             batches: a DataLoader, say; remember ``sampler.set_epoch``.
             progress: show a bar, by ``rich``.
+            leftover: what becomes of a last window that is not full: ``"flush"`` updates with it, divided by what it
+                really weighs; ``"drop"`` forgets it; ``"carry"`` goes on with it in the next epoch.
 
         >>> model = nn.Linear(1, 1)
         >>> loop = Loop(model, lambda model, x: model(x).mean(), torch.optim.SGD(model.parameters(), 0.1), accumulate=2)
         >>> len(list(loop.epoch([torch.ones(2, 1)] * 5)))
         3
         """
+        if leftover not in ("flush", "drop", "carry"):
+            raise ValueError(f"Loop.epoch: leftover must be 'flush', 'drop' or 'carry', got {leftover!r}")
         shown = _with_bar(batches) if progress else batches
         for batch, blank in self._until_all_have_ended(batches, shown):
             info = self._step(batch, blank=blank)
             if not self.pending:
                 yield info
-        left = self.flush()
+        if leftover == "drop":
+            self.reset()
+        left = self.flush() if leftover == "flush" else None
         if left is not None:
             yield left
 
