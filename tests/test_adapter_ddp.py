@@ -1,6 +1,6 @@
-"""Loop, FGM and PGD under DistributedDataParallel: two processes are one process with the whole batch.
+"""Loop, FGM and PGD under DistributedDataParallel: several processes are one process with the whole batch.
 
-All checks run in one pair of gloo processes, because starting them takes most of the time.
+All checks run in one set of gloo processes, because starting them takes most of the time.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def replicas_are_equal(model: nn.Module) -> None:
     flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     found = [torch.empty_like(flat) for _ in range(WORLD)]
     dist.all_gather(found, flat)
-    assert torch.equal(found[0], found[1])
+    assert all(torch.equal(found[0], other) for other in found)
 
 
 def sgd(model: nn.Module) -> Optimizer:
@@ -328,11 +328,17 @@ CHECKS = [
 ]
 
 
-def work(rank: int, folder: str) -> None:
+# with four processes: what has no numbers for two in it
+FEW = [accumulation_synchronises_once_a_window, a_rank_with_nothing_valid, attacks_agree_with_one_process]
+
+
+def work(rank: int, folder: str, world: int, checks: list[Callable[[int], None]]) -> None:
+    global WORLD
+    WORLD = world
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     try:
-        for check in CHECKS:
+        for check in checks:
             check(rank)
             dist.barrier()
     finally:
@@ -340,5 +346,8 @@ def work(rank: int, folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_are_one_with_the_whole_batch(tmp_path: Path) -> None:
-    mp.spawn(work, (str(tmp_path),), nprocs=WORLD)
+@pytest.mark.parametrize(("world", "checks"), [(2, CHECKS), (4, FEW)], ids=["two", "four"])
+def test_processes_are_one_with_the_whole_batch(
+    world: int, checks: list[Callable[[int], None]], tmp_path: Path
+) -> None:
+    mp.spawn(work, (str(tmp_path), world, checks), nprocs=world)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -591,6 +592,49 @@ def test_parameters_of_the_loss_are_clipped_checked_and_saved_too() -> None:
     assert scale.item() != 1.0
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_parameters_of_the_loss_see_the_last_round_of_an_attack_alone(accumulate: int) -> None:
+    model, scale = Tagger(), nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
+    start = {"model": values(model), "scale": scale.detach().clone()}
+    attack = PGD(model, 0.5, "embedding.*", steps=3)
+    loop = Loop(
+        model,
+        lambda model, batch: losses.cross_entropy(model(batch[0]) * scale, batch[1]),
+        SGD([*model.parameters(), scale], 0.1),
+        accumulate=accumulate,
+        adversarial=attack,
+    )
+    data = batches(2)
+    for batch in data:
+        loop.step(batch)
+
+    def loss_fn(params: Any, batch: Batch) -> ft.Loss:
+        logits = torch.func.functional_call(model, params["model"], (batch[0],))
+        return losses.cross_entropy(logits * params["scale"], batch[1])
+
+    grad_fn = ft.pgd(ft.gradient(loss_fn), 0.5, 0.3, 3, where="model.embedding.*")
+    step = ft.train_step(ft.accumulate(grad_fn, micro_batch_size=4), ft.sgd(0.1))
+    state = step.init(start)
+    whole = tuple(torch.cat(leaves) for leaves in zip(*data, strict=True))
+    for batch in data if accumulate == 1 else [whole]:
+        state, _ = step.update(state, batch)
+    assert_run_close({"model": values(model), "scale": scale.detach()}, state.params, start)
+
+
+def test_an_attack_needs_no_unscaling() -> None:
+    found = []
+    for scale in (None, 2.0**10, 2.0**40):  # powers of two: exact
+        model = Tagger()
+        scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale)
+        attack = PGD(model, 0.5, "*.weight", steps=2, norm="global")
+        loop = Loop(model, token_loss, SGD(model.parameters(), 0.1), adversarial=attack, scaler=scaler, clip=0.1)
+        for batch in batches(3):
+            assert bool(loop.step(batch).applied)
+        found.append(values(model))
+    assert_close(found[1], found[0])
+    assert_close(found[2], found[0])
+
+
 def test_sparse_gradients_and_transforms_as_clips() -> None:
     model = nn.Sequential(nn.Embedding(9, 3, sparse=True))
     loop = Loop(model, lambda model, x: model(x).square().mean(), SGD(model.parameters(), 0.1), accumulate=2)
@@ -623,7 +667,7 @@ def test_an_average_of_ones_own() -> None:
 
 
 def test_batches_may_be_mappings_and_hold_other_things() -> None:
-    class Encoding(dict[str, Any]):
+    class Encoding(UserDict[str, Any]):  # as transformers' BatchEncoding
         pass
 
     model = nn.Linear(2, 1)

@@ -40,7 +40,8 @@ class Attack:
         self.model, self.epsilon, self.where, self.norm = model, epsilon, where, norm
         self._values: dict[str, Tensor] = {}  # of the chosen parameters, while they are moved
         self._moved: dict[str, nn.Parameter] = {}
-        self._grads: list[tuple[nn.Parameter, Tensor | None]] = []
+        self._others: list[Tensor] = []  # have gradients too, and are not the model's: a loss's
+        self._grads: list[tuple[Tensor, Tensor | None]] = []
         self._chosen()
 
     @property
@@ -62,7 +63,7 @@ class Attack:
 
     def backup_grad(self) -> None:
         """Keep the gradients of all parameters, those that are None too."""
-        grads = [(parameter, parameter.grad) for parameter in self.model.parameters()]
+        grads = [(parameter, parameter.grad) for parameter in self._holders()]
         self._grads = [(parameter, None if grad is None else grad.detach().clone()) for parameter, grad in grads]
 
     @torch.no_grad()
@@ -74,6 +75,9 @@ class Attack:
             else:
                 parameter.grad.copy_(grad)
         self._grads = []
+
+    def _holders(self) -> list[Tensor]:
+        return [*self.model.parameters(), *self._others]
 
     def _length(self) -> Number:
         return self.epsilon
@@ -124,7 +128,7 @@ class Attack:
     @torch.no_grad()
     def _zero_grad(self) -> None:
         """Zero the gradients in place, so that they stay views into the buckets that others made."""
-        for parameter in self.model.parameters():
+        for parameter in self._holders():
             if parameter.grad is not None:
                 parameter.grad.zero_()
 
@@ -150,6 +154,9 @@ class FGM(Attack):
 
     Raises ``ValueError`` when ``where`` matches nothing, and ``RuntimeError`` for a second ``attack()`` before
     ``restore()``. Between the two the parameters are moved: keep optimizer steps and checkpoints out of there.
+
+    The norm is that of the whole matrix, as in the recipe, so the strength per example falls with the batch size; the
+    papers' norm per example needs the functional ``probe=``.
 
     Every pass draws its own dropout masks and moves BatchNorm's statistics, as in the usual recipe.
 
@@ -201,6 +208,8 @@ class PGD(Attack):
         step_size: the length of one step, >= 0.
         steps: how many rounds ``attacked()`` has, >= 1; a loop of ``attack()`` calls may have any number.
         norm: see :class:`FGM`.
+
+    Parameters outside ``model`` (those of a loss) add up the gradients of all rounds, unless :class:`Loop` runs them.
 
     Either ``for _ in rounds`` as below, or by hand::
 

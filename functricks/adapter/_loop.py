@@ -291,6 +291,7 @@ class Loop:
         if attack is None:
             return self._backward(batch, synchronise=last, blank=blank)
         earlier = self._take_gradients()
+        attack._others = [p for name, p in self._parameters().items() if name.startswith("optimizer.")]
         clean = self._backward(batch, synchronise=True, blank=blank)
         try:
             for counts in attack._rounds():
