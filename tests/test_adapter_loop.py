@@ -229,6 +229,19 @@ def test_c01_tokens_weigh_alike() -> None:
     assert model.w.item() == 1 - 3.25
 
 
+def test_weights_of_a_lower_precision_cost_none() -> None:
+    model = Weight(0.0)
+    loop = Loop(
+        model,
+        lambda model, x: ft.Loss(model.w * x, torch.ones(len(x))),
+        SGD(model.parameters(), 1.0),
+        accumulate=2,
+    )
+    loop.step(numbers(*range(7)))
+    loop.step(numbers(1, 3, 4))
+    assert abs(model.w.item() + 2.9) < 1e-15
+
+
 def test_c04_class_weights() -> None:
     logits, targets = torch.tensor([[0.0, 0.0], [0.0, 2.0]]), torch.tensor([0, 1])
     model = nn.Linear(2, 2, bias=False)
@@ -543,6 +556,17 @@ def test_a_state_of_another_loop_changes_nothing() -> None:
     other = make_loop(1).state_dict()
     other["optimizer"]["param_groups"][0]["params"] = [0, 1]
     with pytest.raises(ValueError, match="loaded state dict contains a parameter group"):
+        loop.load_state_dict(other)
+    other = make_loop(1).state_dict()
+    other["ema"]["module.head.bias"] = torch.zeros(4, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"Loop: the average: trees differ.*module.head.bias \(3,\) != \(4,\)"):
+        loop.load_state_dict(other)
+    other = make_loop(1).state_dict()
+    other["window"]["grads"] = {"tail.weight": torch.zeros(2)}
+    with pytest.raises(ValueError, match=r"Loop: the gradients: trees differ.*tail.weight"):
+        loop.load_state_dict(other)
+    del other["window"]["weight"]
+    with pytest.raises(ValueError, match=r"Loop: the window is from another loop; missing: \['weight'\]"):
         loop.load_state_dict(other)
     for part in ("model", "ema", "window"):
         assert_same(loop.state_dict()[part], before[part])

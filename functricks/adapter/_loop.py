@@ -228,7 +228,8 @@ class Loop:
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the loop remembers, also in the middle of a window; it loads with ``weights_only``.
 
-        The model's part has the names of the module inside DDP, so that it loads with and without.
+        The model's part has the names of the module inside DDP, so that it loads with and without. In the middle of a
+        window, every rank has a state of its own.
         """
         state: dict[str, Any] = {name: part.state_dict() for name, part in self._parts().items()}
         if isinstance(self.clip, Transform):
@@ -241,17 +242,22 @@ class Loop:
             "sums": dict(window.sums),
             "weight": window.weight,
             "grads": grads if window.micro_batches else {},
+            "updates": self.updates,
         }
-        return {**state, "updates": self.updates}
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where :meth:`state_dict` was called; ``ValueError`` where it is from another loop, changing nothing."""
         parts = self._parts()
-        expected = {*parts, "window", "updates"} | ({"clip"} if isinstance(self.clip, Transform) else set())
-        if state.keys() != expected:
-            missing, extra = sorted(expected - state.keys()), sorted(state.keys() - expected)
-            raise ValueError(f"Loop: the state is from another loop; missing: {missing}, unexpected: {extra}")
+        clips = {"clip"} if isinstance(self.clip, Transform) else set()
+        _check_names("the state", {*parts, *clips, "window"}, state)
+        window = dict(state["window"])
+        _check_names("the window", {"micro_batches", "reference", "sums", "weight", "grads", "updates"}, window)
         tree.check_like("Loop: the model", _shaped(parts["model"].state_dict()), _shaped(state["model"]))
+        if self.ema is not None:
+            tree.check_like("Loop: the average", _shaped(self.ema.state_dict()), _shaped(state["ema"]))
+        parameters, grads = self._parameters(), window.pop("grads")
+        tree.check_like("Loop: the gradients", {name: parameters.get(name, _NONE) for name in grads}, grads)
         self.optimizer.load_state_dict(state["optimizer"])  # checks before it writes
         for name, part in parts.items():
             if name != "optimizer":
@@ -260,13 +266,11 @@ class Loop:
             leaves, structure = tree.flatten(self.clip.init(self._values()))
             self._clip_state = tree.unflatten(structure, state["clip"] or leaves)
         self.reset()
-        self.updates = state["updates"]
-        parameters = self._parameters()
-        device = next(iter(parameters.values())).device
-        window = tree.map(lambda x: x.to(device) if isinstance(x, Tensor) else x, dict(state["window"]))
-        for name, grad in window.pop("grads").items():
+        for name, grad in grads.items():
             parameters[name].grad = grad.to(parameters[name].device, copy=True)
-        self._window = _Window(**window)
+        self.updates = window.pop("updates")
+        device = next(iter(parameters.values())).device
+        self._window = _Window(**tree.map(lambda x: x.to(device) if isinstance(x, Tensor) else x, window))
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -318,7 +322,7 @@ class Loop:
         loss, metrics = answer if self.has_metrics else (answer, {})
         if isinstance(loss, Loss):
             wide = tree.compute_dtype(loss.values.dtype)
-            weight = loss.weights.detach().sum()
+            weight = loss.weights.detach().sum().to(torch.promote_types(wide, loss.weights.dtype))
             mean = loss.values.sum(dtype=wide) / torch.where(weight == 0, 1, weight)
             return _Found(mean.to(wide), weight, metrics)
         if not isinstance(loss, Tensor) or loss.ndim != 0:
@@ -394,14 +398,13 @@ class Loop:
         if not isinstance(self.clip, Transform):
             nn.utils.clip_grads_with_norm_(parameters.values(), self.clip, norm)
             return
-        values = {name: p.detach() for name, p in parameters.items()}
+        values = self._values()
         if self._clip_state is None:
             self._clip_state = self.clip.init(values)
-        grads = {name: p.grad for name, p in parameters.items()}
+        grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in self._parameters().items()}
         clipped, self._clip_state = self.clip.update(grads, self._clip_state, values)
-        for name, p in parameters.items():
-            if p.grad is not None:
-                p.grad.copy_(clipped[name])
+        for name in parameters:
+            grads[name].copy_(clipped[name])
 
     def _advance(self) -> None:
         self.updates += 1
@@ -429,7 +432,7 @@ class Loop:
         return {id(p): p for p in (*self.model.parameters(), *self._parameters().values())}
 
     def _take_gradients(self) -> dict[int, Tensor]:
-        """Copy the gradients of earlier micro-batches, and clear them; in place, since DDP's are views."""
+        """Take earlier micro-batches' gradients out of ``.grad``; copies, since those of DDP are views into its buckets."""
         if not self.pending:
             return {}
         with torch.no_grad():
@@ -510,6 +513,13 @@ class Loop:
 # --- helpers ---------------------------------------------------------------------------------------------------------
 
 _END: Any = object()
+_NONE = torch.empty(0)
+
+
+def _check_names(what: str, expected: set[str], state: Mapping[str, Any]) -> None:
+    if state.keys() != expected:
+        missing, extra = sorted(expected - state.keys()), sorted(state.keys() - expected)
+        raise ValueError(f"Loop: {what} is from another loop; missing: {missing}, unexpected: {extra}")
 
 
 def _average(ema: float | AveragedModel | None, model: nn.Module) -> AveragedModel | None:
