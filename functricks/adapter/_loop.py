@@ -432,7 +432,7 @@ class Loop:
         return {id(p): p for p in (*self.model.parameters(), *self._parameters().values())}
 
     def _take_gradients(self) -> dict[int, Tensor]:
-        """Take earlier micro-batches' gradients out of ``.grad``; copies, since those of DDP are views into its buckets."""
+        """Take earlier micro-batches' gradients out of ``.grad``, as copies, since those of DDP are views."""
         if not self.pending:
             return {}
         with torch.no_grad():
