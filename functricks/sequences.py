@@ -275,19 +275,23 @@ def _decode(
         return one(state, *_choose(guess, *item, ended, stop))
 
     carry, logits = one(state, first, torch.zeros_like(first, dtype=torch.bool))
-    items = true[:, :-1].mT.contiguous(), teacher[:, 1:].mT.contiguous()
-    if unroll or len(items[0]) <= UNROLLED or not torch.compiler.is_compiling() or _is_differentiated(carry, logits):
+    items = true[:, :-1], teacher[:, 1:]
+    length = items[0].shape[1]
+    if unroll or length <= UNROLLED or not torch.compiler.is_compiling() or _is_differentiated(carry, logits):
         rows = [logits]
-        for item in zip(items[0].unbind(), items[1].unbind(), strict=True):
+        for item in zip(items[0].unbind(1), items[1].unbind(1), strict=True):
             carry, logits = body(carry, item)
             rows.append(logits)
         return torch.stack(rows, 1)
 
-    def scanned(carry: Any, item: tuple[Tensor, Tensor]) -> tuple[Any, Tensor]:
+    def scanned(carry: Any, t: Tensor) -> tuple[Any, Tensor]:
+        # taken by its index, since torch has no batching rule for a scan's own rows
+        item = items[0].index_select(1, t[None]).squeeze(1), items[1].index_select(1, t[None]).squeeze(1)
         carry, logits = body(carry, item)
         return _with_lanes(carry, logits, item), logits
 
-    rest = collect(scanned, _with_lanes(carry, logits, (items[0][0], items[1][0])), items)[1]
+    start = _with_lanes(carry, logits, (items[0][:, 0], items[1][:, 0]))
+    rest = collect(scanned, start, torch.arange(length, device=first.device))[1]
     return torch.cat((logits[:, None], rest.movedim(0, 1)), 1)
 
 

@@ -806,7 +806,8 @@ for later in ("precision", "sequences"):  # their names are demanded as soon as 
     if importlib.util.find_spec(f"functricks.{later}") is not None:
         module = importlib.import_module(f"functricks.{later}")
         wraps = "wraps a loss or a step; its laws are in test_precision.py and test_pipeline.py"
-        NOT_A_TECHNIQUE[module] = dict.fromkeys(module.__all__, wraps) if later == "precision" else {}
+        decodes = "decodes with a function that it is given; its laws are in test_sequences.py"
+        NOT_A_TECHNIQUE[module] = dict.fromkeys(module.__all__, wraps if later == "precision" else decodes)
 
 
 def registered() -> set[str]:
