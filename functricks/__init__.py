@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from functricks import experiments, losses, random, schedules, tree
+    from functricks import adapter, distributed, experiments, losses, random, schedules, tree
     from functricks.adversarial import (
         attack,
         awp,
@@ -151,6 +151,7 @@ __all__ = [
     "adam",
     "adamax",
     "adamw",
+    "adapter",
     "adaptive_clip",
     "add_decayed_weights",
     "add_noise",
@@ -168,6 +169,7 @@ __all__ = [
     "clip_by_leaf_norm",
     "clip_by_value",
     "clip_per_example",
+    "distributed",
     "dynamic_loss_scale",
     "ema",
     "experiments",
@@ -220,7 +222,7 @@ __all__ = [
     "vat",
 ]
 
-_NAMESPACES = ("experiments", "losses", "random", "schedules", "tree")
+_NAMESPACES = ("adapter", "distributed", "experiments", "losses", "random", "schedules", "tree")
 _FLAT = (
     "types",
     "transforms",
