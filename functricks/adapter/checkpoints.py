@@ -12,6 +12,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import socket
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
@@ -174,17 +175,21 @@ def _newest(path: Path) -> Path:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """Write to a temporary file beside ``path``; then the old file is replaced by the new one, on disk, at once."""
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    """Write to a file in a temporary folder beside ``path``; then it takes the old file's place, on disk, at once."""
+    folder = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    folder.mkdir()
     try:
+        temporary = folder / path.name
+        temporary.touch()
+        mode = temporary.stat().st_mode
         yield temporary
+        temporary.chmod(mode)  # safetensors makes a file of its own, which only its owner may read
         _force(temporary)
         temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    if os.name == "posix":
-        _force(path.parent)  # the name too
+        if os.name == "posix":
+            _force(path.parent)  # the name too
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _force(path: Path) -> None:
@@ -203,7 +208,7 @@ def _remove_leftovers(directory: Path) -> None:
     for path in directory.glob(f".*{_SUFFIX}.{socket.gethostname()}.*.tmp"):
         pid = path.name.split(".")[-3]
         if pid.isdecimal() and not _is_alive(int(pid)):
-            path.unlink(missing_ok=True)
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _is_alive(pid: int) -> bool:
@@ -271,7 +276,7 @@ class _Writer:
         if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized or hasattr(tensor, "full_tensor"):
             raise TypeError(
                 f"save_checkpoint: {path or 'the state'} is a {type(tensor).__name__} ({tensor.layout}, "
-                f"{tensor.device}); a checkpoint holds dense tensors; for sharded ones there is torch.distributed.checkpoint"
+                f"{tensor.device}); a checkpoint holds dense tensors, torch.distributed.checkpoint holds sharded ones"
             )
         tensor = tensor.detach()
         place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
