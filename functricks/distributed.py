@@ -45,6 +45,7 @@ that by itself.
 from __future__ import annotations
 
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -157,9 +158,10 @@ def _together(what: str, group: Group) -> Iterator[None]:
         yield
     except RuntimeError as error:
         rank, size = _place(group)
+        reason = re.sub(r"^\[\S*\] ", "", str(error).splitlines()[0]).split(". ")[0]  # without the place in gloo
         raise RuntimeError(
-            f"{what}: rank {rank} of {size} lost another rank, or waited for one too long "
-            f"({str(error).splitlines()[0]}); end this run and start it again from its last checkpoint"
+            f"{what}: rank {rank} of {size} lost another rank, or waited for one too long ({reason}); end this run and "
+            "start it again from its last checkpoint"
         ) from error
 
 
@@ -216,7 +218,7 @@ def all_reduce(grad_fn: GradFn, group: Group = None) -> GradFn:
         if idle:
             sums = tree.zeros_like(sums)
         if _place(group)[1] > 1:
-            if not checked:
+            if not checked and not torch.compiler.is_compiling():
                 _check_same("all_reduce", sums, group)
                 checked = True
             leaves, structure = tree.flatten(sums)
@@ -239,11 +241,12 @@ def _without_nonsense(found: Gradient) -> Gradient:
 
 def _summed(what: str, tensors: Sequence[Tensor], group: Group) -> list[Tensor]:
     """Sum each tensor over the ranks: one all-reduce a dtype and device. Lanes of a ``vmap`` are summed together."""
+    if torch.compiler.is_compiling():
+        return _summed_plain(list(tensors), group)
     level = tree.lanes()
     below = [tree.below_lanes(tensor) for tensor in tensors]
     with tree.outside_lanes(), _together(what, group):
-        plain = [tensor for tensor, _ in below]
-        summed = _summed_plain(plain, group)
+        summed = _summed_plain([tensor for tensor, _ in below], group)
     return [
         tree.above_lanes(tensor, level) if laned and level is not None else tensor
         for tensor, (_, laned) in zip(summed, below, strict=True)

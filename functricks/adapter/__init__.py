@@ -4,6 +4,6 @@ The only place that writes in place. Each piece is thin: it calls the pure funct
 operations, names and state.
 """
 
-from functricks.adapter.checkpoints import load_checkpoint, save_checkpoint
+from functricks.adapter._checkpoints import load_checkpoint, save_checkpoint
 
 __all__ = ["load_checkpoint", "save_checkpoint"]

@@ -58,7 +58,7 @@ def functional(model: nn.Module) -> Functional:
 
     Args:
         model: any module whose ``forward`` depends on its parameters, buffers and arguments only. It is copied, once;
-            its hooks are copied along.
+            its hooks are copied along. ``nn.DataParallel`` stands for the module in it.
 
     ``params`` and ``buffers`` are detached copies of the module's. BatchNorm on inputs in half precision computes in
     the precision of its statistics. A dropout with ``inplace=True`` does not write to its input.
@@ -77,6 +77,8 @@ def functional(model: nn.Module) -> Functional:
     >>> output.shape, buffers["1.num_batches_tracked"], model.buffers["1.num_batches_tracked"]
     (torch.Size([2, 3]), tensor(1), tensor(0))
     """
+    if isinstance(model, nn.DataParallel):
+        model = model.module  # functional_call refuses the wrapper, and here nothing is left for it to do
     _check_supported(model)
     params = {name: p.detach().clone() for name, p in model.named_parameters()}
     buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
