@@ -179,6 +179,7 @@ __all__ = [
     "clip_by_value",
     "clip_gradient",
     "clip_per_example",
+    "distributed",
     "dynamic_loss_scale",
     "ema",
     "experiments",
