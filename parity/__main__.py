@@ -30,6 +30,9 @@ MODULES = (
     "atomic_step",
     "dropout_batchnorm",
     "consistency",
+    "hooks",
+    "scheduled_sampling",
+    "adapter_loop",
     "whole_recipe",
 )
 

@@ -76,8 +76,7 @@ def functional(
 
     Args:
         model: any module whose ``forward`` depends on its parameters, buffers and arguments only. It is copied, once;
-<<<<<<< HEAD
-            its own hooks are copied along, and run before what follows here.
+            its own hooks are copied along, and run before what follows here. ``nn.DataParallel`` stands for its module.
         observe: selectors (one, several, or a callable ``(path, module) -> bool``); the output then is
             ``(output, {site: activation})``: what the module returned, which no later write in place edits.
         intervene: ``{selector: function}``; the function's result passes on instead of the activation. With
@@ -87,9 +86,6 @@ def functional(
             shape of the activation (or its structure) and may be left out, which is a probe of zeros.
         randomness: what to do where the model draws random numbers in a way that no key controls (RReLU, ``torch.rand``
             and the like in ``forward``): raise, or let it draw from the global generator. Dropout needs its key anyway.
-=======
-            its hooks are copied along. ``nn.DataParallel`` stands for the module in it.
->>>>>>> h7c
 
     ``params`` and ``buffers`` are detached copies of the module's. BatchNorm on inputs in half precision computes in
     the precision of its statistics. A dropout with ``inplace=True`` does not write to its input.
@@ -121,13 +117,10 @@ def functional(
     >>> torch.allclose(gradient, 1 - activation.tanh() ** 2)
     True
     """
-<<<<<<< HEAD
     if randomness not in ("error", "global"):
         raise ValueError(f"functional: randomness must be 'error' or 'global', got {randomness!r}")
-=======
     if isinstance(model, nn.DataParallel):
         model = model.module  # functional_call refuses the wrapper, and here nothing is left for it to do
->>>>>>> h7c
     _check_supported(model)
     title = f"functional of {type(model).__name__}"
     plan = Plan(title, model, observe=observe, intervene=intervene, probes=probes)  # a probe is added last
