@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from functricks import random
-from functricks.modules._attention import KeyedAttention
+from functricks.modules._attention import KeyedAttention, LanesEncoderLayer
 from functricks.modules._keyed import Keyed, Rate, prepare
 from functricks.modules._recurrent import KeyedRNN
 
@@ -34,6 +34,8 @@ def purify(module: Any, path: str, *, traced: bool = False) -> None:
         module.__class__ = subtype(PureBatchNorm, kind)
         for sibling in POOLED:
             module.register_buffer(sibling, None, persistent=False)
+    if isinstance(module, nn.TransformerEncoderLayer) and kind.forward is nn.TransformerEncoderLayer.forward:
+        module.__class__ = subtype(LanesEncoderLayer, kind)
     own: Any = module  # after isinstance, mypy would know too much
     for known, draw in _DRAWS.items():
         if isinstance(module, known) and kind.forward is known.forward:
