@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from functricks import random
-from functricks.modules._keyed import Keyed, Rate, have_lanes
+from functricks.modules._keyed import Keyed, Rate, have_lanes, under_transform
 
 
 def attend(
@@ -63,7 +63,8 @@ class KeyedAttention(Keyed, nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         draw = self.next_draw()
-        if draw is None and not have_lanes((query, key, value, *self._parameters.values())):
+        lanes = under_transform() and have_lanes((query, key, value, *self._parameters.values()))
+        if draw is None and not lanes:
             return super().forward(
                 query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
             )
@@ -127,7 +128,7 @@ class LanesEncoderLayer(nn.TransformerEncoderLayer):
     """TransformerEncoderLayer without torch's kernel for inference where ``vmap`` would call that lane by lane."""
 
     def forward(self, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not have_lanes((src, *self.parameters())):
+        if not (under_transform() and have_lanes((src, *self.parameters()))):
             return super().forward(src, *args, **kwargs)
         kept: Any = self.activation_relu_or_gelu
         self.activation_relu_or_gelu = 0  # "neither": which no kernel takes

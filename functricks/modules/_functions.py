@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from functricks import random
 from functricks.modules._attention import attend
-from functricks.modules._keyed import Rate, have_lanes, no_key
+from functricks.modules._keyed import Rate, have_lanes, no_key, under_transform
 from functricks.modules._pure import drop_alpha, drop_alpha_channels, drop_channels, drop_elements
 
 _DROPOUTS: dict[str, tuple[Callable[[Tensor, Tensor, Any], Tensor], float, bool]] = {  # draw, rate, training
@@ -137,7 +137,7 @@ class KeyedFunctions(TorchFunctionMode):
         # Rate 0 is how a caller says that it does not train, so that nothing overrides it.
         rate = self.rates.get(self.site.path, dropout_p) if dropout_p else 0.0
         quiet = not isinstance(rate, Tensor) and rate == 0
-        if quiet and not have_lanes((query, key, value, attn_mask)):
+        if quiet and not (under_transform() and have_lanes((query, key, value, attn_mask))):
             return func(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
         own = None if quiet else self._next_key()
         return attend(own, query, key, value, attn_mask, rate, causal=is_causal, scale=scale, grouped=enable_gqa)

@@ -57,10 +57,13 @@ def no_key(path: str) -> ValueError:
     )
 
 
+def under_transform() -> bool:
+    """Is there a functorch level at all? Always False in a trace, which cannot tell."""
+    return not torch.compiler.is_compiling() and functorch.peek_interpreter_stack() is not None
+
+
 def have_lanes(given: Any) -> bool:
-    """Does ``vmap`` map over any tensor of these, which may be nested? Always False in a trace, which cannot tell."""
-    if torch.compiler.is_compiling():
-        return False
+    """Does ``vmap`` map over any tensor of these, which may be nested? Not for a trace."""
     for leaf in given:
         if isinstance(leaf, tuple | list):
             if have_lanes(leaf):

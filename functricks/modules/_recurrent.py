@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from functricks import random
-from functricks.modules._keyed import Keyed, have_lanes
+from functricks.modules._keyed import Keyed, have_lanes, under_transform
 
 State: TypeAlias = tuple[Tensor, ...]  # (h,), or (h, c) for an LSTM
 Cell: TypeAlias = Callable[[Tensor, State], State]
@@ -71,7 +71,7 @@ class KeyedRNN(Keyed, nn.RNNBase):
         return x.transpose(0, 1) if axis == 0 else x, ends if self.mode == "LSTM" else ends[0]
 
     def _has_lanes(self, *given: Any) -> bool:
-        return have_lanes([*given, *(getattr(self, name) for name in self._flat_weights_names)])
+        return under_transform() and have_lanes([*given, *(getattr(self, name) for name in self._flat_weights_names)])
 
     def _starts(self, x: Tensor, hx: Any, batched: bool) -> State:
         """Return the first states, each [layers * directions, batch, width]."""
