@@ -1,4 +1,7 @@
-"""Attention with dropout from a key, written out: torch's own draws inside of its kernels."""
+"""Attention written out: with dropout from a key, and under ``vmap``.
+
+torch's kernels draw inside, and have no batching rule: ``vmap`` would call them lane by lane.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from functricks import random
-from functricks.modules._keyed import Keyed, Rate
+from functricks.modules._keyed import Keyed, Rate, have_lanes, under_transform
 
 
 def attend(
-    key: Tensor,
+    key: Tensor | None,
     query: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -25,7 +28,7 @@ def attend(
     scale: float | None = None,
     grouped: bool = False,
 ) -> Tensor:
-    """Compute :func:`torch.nn.functional.scaled_dot_product_attention` with the attention weights dropped by a key."""
+    """Compute :func:`torch.nn.functional.scaled_dot_product_attention` and drop weights by a key, if given."""
     if grouped:
         keys, values = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (keys, values))
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
@@ -35,7 +38,8 @@ def attend(
         scores = scores.masked_fill(~allowed, -math.inf)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    return random.dropout(key, _softmax(scores), rate) @ values
+    weights = _softmax(scores)
+    return (weights if key is None else random.dropout(key, weights, rate)) @ values
 
 
 def _softmax(scores: Tensor) -> Tensor:
@@ -59,7 +63,8 @@ class KeyedAttention(Keyed, nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         draw = self.next_draw()
-        if draw is None:
+        lanes = under_transform() and have_lanes((query, key, value, *self._parameters.values()))
+        if draw is None and not lanes:
             return super().forward(
                 query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
             )
@@ -77,7 +82,7 @@ class KeyedAttention(Keyed, nn.MultiheadAttention):
         if mask is not None:
             weights = weights + mask
         weights = weights.softmax(-1) if need_weights else _softmax(weights)  # torch takes different kernels too
-        weights = random.dropout(draw.key, weights, draw.rate)
+        weights = weights if draw is None else random.dropout(draw.key, weights, draw.rate)
         output = self.out_proj((weights @ v).transpose(1, 2).flatten(2))
         shown = (weights.mean(1) if average_attn_weights else weights) if need_weights else None
         if not batched:
@@ -117,3 +122,17 @@ def _additive(mask: Tensor, weights: Tensor) -> Tensor:
     if mask.dtype != torch.bool:
         return mask.to(weights.dtype)
     return torch.zeros(mask.shape, dtype=weights.dtype, device=mask.device).masked_fill(mask, -math.inf)
+
+
+class LanesEncoderLayer(nn.TransformerEncoderLayer):
+    """TransformerEncoderLayer without torch's kernel for inference where ``vmap`` would call that lane by lane."""
+
+    def forward(self, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not (under_transform() and have_lanes((src, *self.parameters()))):
+            return super().forward(src, *args, **kwargs)
+        kept: Any = self.activation_relu_or_gelu
+        self.activation_relu_or_gelu = 0  # "neither": which no kernel takes
+        try:
+            return super().forward(src, *args, **kwargs)
+        finally:
+            self.activation_relu_or_gelu = kept

@@ -316,8 +316,11 @@ def _zero_with_lanes(given: Any) -> Tensor | None:
     What is written in place must already have the lanes of what is written, and those are not known before the call.
     One lane too many does no harm: ``vmap`` gives each result all lanes anyway.
     """
+    compiling = torch.compiler.is_compiling()
+    if not compiling and functorch.peek_interpreter_stack() is None:
+        return None  # no vmap: spares looking at every leaf
     leaves = [leaf for leaf in tree.leaves(given) if isinstance(leaf, Tensor)]
-    if not torch.compiler.is_compiling():
+    if not compiling:
         leaves = [leaf for leaf in leaves if functorch.is_functorch_wrapped_tensor(leaf)]
     zeros = [leaf.detach().new_zeros((), dtype=torch.float32) for leaf in leaves]
     return functools.reduce(torch.add, zeros) if zeros else None

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from functricks import random
 from functricks.modules._attention import attend
-from functricks.modules._keyed import Rate, no_key
+from functricks.modules._keyed import Rate, have_lanes, no_key, under_transform
 from functricks.modules._pure import drop_alpha, drop_alpha_channels, drop_channels, drop_elements
 
 _DROPOUTS: dict[str, tuple[Callable[[Tensor, Tensor, Any], Tensor], float, bool]] = {  # draw, rate, training
@@ -136,9 +136,10 @@ class KeyedFunctions(TorchFunctionMode):
     ) -> Any:
         # Rate 0 is how a caller says that it does not train, so that nothing overrides it.
         rate = self.rates.get(self.site.path, dropout_p) if dropout_p else 0.0
-        if not isinstance(rate, Tensor) and rate == 0:
+        quiet = not isinstance(rate, Tensor) and rate == 0
+        if quiet and not (under_transform() and have_lanes((query, key, value, attn_mask))):
             return func(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
-        own = self._next_key()
+        own = None if quiet else self._next_key()
         return attend(own, query, key, value, attn_mask, rate, causal=is_causal, scale=scale, grouped=enable_gqa)
 
     def _next_key(self) -> Tensor:
@@ -173,7 +174,7 @@ def draws_by_function(model: nn.Module) -> bool:
     table or a computed attribute holds is not seen.
     """
     modules = list(model.modules())
-    if any(isinstance(m, _SUBCLASSED) and not _of_torch(type(m).forward) for m in modules):
+    if any(_may_drop(m) and not _of_torch(type(m).forward) for m in modules):
         return True  # whose method of torch's may be what theirs calls
     kinds = {kind for m in modules for kind in type(m).__mro__ if kind is not object and not _of_torch(kind)}
     spaces = [vars(kind) for kind in kinds]
@@ -196,7 +197,9 @@ def draws_by_function(model: nn.Module) -> bool:
     return False
 
 
-_SUBCLASSED = (_DropoutNd, nn.MultiheadAttention, nn.RNNBase)
+def _may_drop(module: Any) -> bool:
+    rated = isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0
+    return isinstance(module, _DropoutNd) or rated
 
 
 def _package(item: Any) -> str:

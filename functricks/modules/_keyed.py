@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
+import torch._C._functorch as functorch
 from torch import Tensor, nn
 
 Rate: TypeAlias = float | Tensor
@@ -53,3 +55,22 @@ def no_key(path: str) -> ValueError:
         f"apply: {path!r} is dropout in training mode and has no key to draw from; pass key=, train=False or "
         f"dropout=0.0"
     )
+
+
+def under_transform() -> bool:
+    """Is there a functorch level at all? Always False in a trace, which cannot tell."""
+    return not torch.compiler.is_compiling() and functorch.peek_interpreter_stack() is not None
+
+
+def have_lanes(given: Any) -> bool:
+    """Does ``vmap`` map over any tensor of these, which may be nested? Not for a trace."""
+    for leaf in given:
+        if isinstance(leaf, tuple | list):
+            if have_lanes(leaf):
+                return True
+            continue
+        while isinstance(leaf, Tensor) and functorch.is_functorch_wrapped_tensor(leaf):
+            if functorch.is_batchedtensor(leaf):
+                return True
+            leaf = functorch.get_unwrapped(leaf)
+    return False

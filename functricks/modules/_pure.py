@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from functricks import random
-from functricks.modules._attention import KeyedAttention
+from functricks.modules._attention import KeyedAttention, LanesEncoderLayer
 from functricks.modules._keyed import Keyed, Rate, prepare
 from functricks.modules._recurrent import KeyedRNN
 
@@ -34,6 +34,8 @@ def purify(module: Any, path: str, *, traced: bool = False) -> None:
         module.__class__ = subtype(PureBatchNorm, kind)
         for sibling in POOLED:
             module.register_buffer(sibling, None, persistent=False)
+    if isinstance(module, nn.TransformerEncoderLayer) and kind.forward is nn.TransformerEncoderLayer.forward:
+        module.__class__ = subtype(LanesEncoderLayer, kind)
     own: Any = module  # after isinstance, mypy would know too much
     for known, draw in _DRAWS.items():
         if isinstance(module, known) and kind.forward is known.forward:
@@ -73,7 +75,7 @@ class PureBatchNorm(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         mean, var, count = self.running_mean, self.running_var, self.num_batches_tracked
-        if mean is None or var is None:
+        if mean is None or var is None or self._is_plain(input, mean):
             return super().forward(input)
         wide = input.to(mean.dtype)  # torch's batching rule refuses mixed dtypes
         if self.training and isinstance(self.pooled_count, Tensor):
@@ -92,6 +94,11 @@ class PureBatchNorm(_BatchNorm):
         for running, new in ((mean, batch_mean), (var, batch_var)):
             running.copy_(factor * new.double() + (1.0 - factor) * running.double())
         return output.to(input.dtype)
+
+    def _is_plain(self, input: Tensor, mean: Tensor) -> bool:
+        """May torch's own do it? Its cumulative average reads a tensor, and mixed dtypes have no batching rule."""
+        alike = input.dtype == mean.dtype and (not self.affine or self.weight.dtype == mean.dtype)
+        return alike and self.momentum is not None and self.pooled_count is None
 
     def _normalise(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the output, and the mean and the unbiased variance of the batch."""

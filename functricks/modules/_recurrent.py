@@ -10,13 +10,12 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
-import torch._C._functorch as functorch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from functricks import random
-from functricks.modules._keyed import Keyed
+from functricks.modules._keyed import Keyed, have_lanes, under_transform
 
 State: TypeAlias = tuple[Tensor, ...]  # (h,), or (h, c) for an LSTM
 Cell: TypeAlias = Callable[[Tensor, State], State]
@@ -72,7 +71,7 @@ class KeyedRNN(Keyed, nn.RNNBase):
         return x.transpose(0, 1) if axis == 0 else x, ends if self.mode == "LSTM" else ends[0]
 
     def _has_lanes(self, *given: Any) -> bool:
-        return _have_lanes([*given, *(getattr(self, name) for name in self._flat_weights_names)])
+        return under_transform() and have_lanes([*given, *(getattr(self, name) for name in self._flat_weights_names)])
 
     def _starts(self, x: Tensor, hx: Any, batched: bool) -> State:
         """Return the first states, each [layers * directions, batch, width]."""
@@ -165,17 +164,3 @@ def _scan(cell: Cell, state: State, items: Tensor) -> tuple[State, Tensor]:
     # over indices: vmap has no rule for how a scan takes its items apart
     last, outputs = scan(step, list(state), torch.arange(1, len(items), device=items.device))
     return tuple(last), outputs
-
-
-def _have_lanes(given: Any) -> bool:
-    """Does ``vmap`` map over any of these?"""
-    for leaf in given:
-        if isinstance(leaf, tuple | list):
-            if _have_lanes(leaf):
-                return True
-            continue
-        while isinstance(leaf, Tensor) and functorch.is_functorch_wrapped_tensor(leaf):
-            if functorch.is_batchedtensor(leaf):
-                return True
-            leaf = functorch.get_unwrapped(leaf)
-    return False
