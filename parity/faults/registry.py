@@ -18,7 +18,14 @@ class Fault(NamedTuple):
     remedy: str  # what functricks does
 
 
-MODULES = ("losses", "schedules", "steps", "adversarial", "optimizers")  # of this package, in the order of the table
+MODULES = (
+    "losses",
+    "schedules",
+    "steps",
+    "adversarial",
+    "optimizers",
+    "sequences",
+)  # of this package, in the order of the table
 
 _registered: dict[str, list[Callable[[], Fault]]] = {}
 
