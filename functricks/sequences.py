@@ -76,13 +76,13 @@ def scheduled_sampling(
             whatever came before it. The start token may be the same token, and does not end anything.
         pad: the padding token, which also stands for negative targets (the ``ignore_index`` of a loss) as inputs; the
             same as ``end`` if only that is given.
-        unroll: compile a loop without a scan, also where no gradient is wanted.
+        unroll: compile a loop without a scan, also under ``torch.no_grad``.
 
     Returns the logits [B, T, V], those of step *t* for target *t*; leave padding to the loss.
 
-    Compiled without a gradient (evaluation, the first pass of an analysis), the steps are a scan, and compile time does
-    not grow with their number. Where a gradient is wanted they are written out, since torch cannot differentiate
-    through a scan; compile time then grows with *T*, and :func:`two_pass` is the form without a loop.
+    Compiled under :func:`torch.no_grad`, the steps are a scan, and compile time does not grow with their number. Where
+    gradients are on they are written out, since torch cannot differentiate through such a scan: compile time then grows
+    with *T*, and :func:`two_pass` is the form without a loop.
 
     Raises ValueError for shapes that do not fit, a number outside [0, 1] or an unknown ``coin``, TypeError for targets
     that are no integers.
@@ -277,7 +277,9 @@ def _decode(
     carry, logits = one(state, first, torch.zeros_like(first, dtype=torch.bool))
     items = true[:, :-1], teacher[:, 1:]
     length = items[0].shape[1]
-    if unroll or length <= UNROLLED or not torch.compiler.is_compiling() or _is_differentiated(carry, logits):
+    # torch's scan refuses torch.func.grad, and, with integers in its state, a backward pass
+    scans = torch.compiler.is_compiling() and not torch.is_grad_enabled() and not unroll
+    if not scans or length <= UNROLLED:
         rows = [logits]
         for item in zip(items[0].unbind(1), items[1].unbind(1), strict=True):
             carry, logits = body(carry, item)
@@ -293,11 +295,6 @@ def _decode(
     start = _with_lanes(carry, logits, (items[0][:, 0], items[1][:, 0]))
     rest = collect(scanned, start, torch.arange(length, device=first.device))[1]
     return torch.cat((logits[:, None], rest.movedim(0, 1)), 1)
-
-
-def _is_differentiated(*trees: Any) -> bool:
-    """Is a gradient wanted? torch's scan refuses ``torch.func.grad``, and integers in its state a backward pass."""
-    return torch.is_grad_enabled() and any(leaf.requires_grad for leaf in tree.leaves(trees))
 
 
 def _with_lanes(carry: Any, logits: Tensor, item: tuple[Tensor, Tensor]) -> Any:

@@ -393,7 +393,7 @@ def train(
     model = functional(G2P(width))
     step = make_step(model.apply, recipe, "autograd")
     state = step.init(initial(model.params, random.fold_in(key, 0)), random.fold_in(key, 1))
-    batches, started = bucketed(train_words, size, random.fold_in(key, 2)), time.perf_counter()
+    batches, started = bucketed(train_words, size, random.fold_in(key, 2)), (time.perf_counter(), time.process_time())
     losses_: list[float] = []
     for number in range(recipe.steps):
         batch = (*next(batches), recipe.teacher_probability(number).float())
@@ -402,8 +402,9 @@ def train(
         if (number + 1) % every == 0 or number + 1 == recipe.steps:
             some = Words(held_out.letters[:1000], held_out.phonemes[:1000], held_out.references[:1000])
             rates = error_rates(speak(model.apply, state.params, some), some.references)
-            mean, minutes = sum(losses_[-every:]) / len(losses_[-every:]), (time.perf_counter() - started) / 60
-            report(f"step {number + 1:5}  loss {mean:.3f}  {_percent(rates)} of 1000 words  {minutes:.1f} min")
+            mean = sum(losses_[-every:]) / len(losses_[-every:])
+            wall, cpu = (time.perf_counter() - started[0]) / 60, (time.process_time() - started[1]) / 60
+            report(f"step {number + 1:5}  loss {mean:.3f}  {_percent(rates)} of 1000  {wall:.1f} min, {cpu:.1f} of CPU")
     return state, error_rates(speak(model.apply, state.params, held_out), held_out.references)
 
 
@@ -485,7 +486,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.check:
         words, _, _ = load(1, limit=2000)
         worst, apart = check(words, given.steps or (4 if given.quick else 40))
-        ok = worst < 1e-10 and apart < 1e-8  # Adam divides by tiny second moments, which magnifies rounding
+        ok = max(worst, apart) < 1e-10
         print(
             f"largest relative difference of losses {worst:.1e}, of displacements {apart:.1e}: {'ok' if ok else 'NO'}"
         )

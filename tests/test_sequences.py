@@ -391,7 +391,8 @@ def test_compiled_with_a_gradient() -> None:
     expected = torch.func.grad(loss)(params, half)
     torch.compiler.reset()
     compiled = partial(torch.compile, fullgraph=True, backend="aot_eager")
-    lanes = compiled(torch.vmap(torch.func.grad(loss), in_dims=(None, 0)))(params, torch.stack((half, half)))
+    with torch.no_grad():  # as run does
+        lanes = compiled(torch.vmap(torch.func.grad(loss), in_dims=(None, 0)))(params, torch.stack((half, half)))
     assert_close(lane(lanes, 1), expected)
     leaves = {name: leaf.clone().requires_grad_() for name, leaf in params.items()}
     compiled(loss)(leaves, half).backward()

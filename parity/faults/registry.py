@@ -19,7 +19,7 @@ class Fault(NamedTuple):
 
 
 # of this package, in the order of the table
-MODULES = ("losses", "schedules", "steps", "adversarial", "optimizers", "hooks")
+MODULES = ("losses", "schedules", "steps", "adversarial", "optimizers", "hooks", "sequences")
 
 _registered: dict[str, list[Callable[[], Fault]]] = {}
 
