@@ -665,8 +665,8 @@ def _look(value: Number) -> Number:
         return value
     if is_transformed() or _any_differentiable([[value]]) or not _may_look(value):
         return value
-    looked: Any = value.tolist()
-    return float(looked)
+    whole: Any = value.full_tensor() if hasattr(value, "full_tensor") else value  # a norm of sharded leaves
+    return float(whole.tolist())
 
 
 def root_ratio(a: Tree, b: Tree, correction: Number, root_correction: Number, eps: Number) -> Tree:

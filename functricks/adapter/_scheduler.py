@@ -68,6 +68,8 @@ class Scheduler(LRScheduler):
             raise ValueError("Scheduler: a dict of schedules needs at least one")
         self.schedule = schedule
         self._pending = False
+        default = getattr(optimizer, "defaults", {}).get("lr")
+        self._default = None if default is None else float(default)  # a tensor may be the very one that is written to
         super().__init__(optimizer, last_epoch)
         self._watch()
 
@@ -101,8 +103,8 @@ class Scheduler(LRScheduler):
         group = self.optimizer.param_groups[index]
         if isinstance(self.schedule, Mapping):
             return float(self._labelled(index, group)(self.last_epoch))
-        default, own = self.optimizer.defaults.get("lr"), group.get("initial_lr", group["lr"])
-        share = 1.0 if not default or own == default else float(own) / float(default)
+        default, own = self._default, float(group.get("initial_lr", group["lr"]))
+        share = 1.0 if not default or own == default else own / default
         return float(self.schedule(self.last_epoch)) * share
 
     def _labelled(self, index: int, group: dict[str, Any]) -> Schedule:
