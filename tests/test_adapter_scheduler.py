@@ -131,6 +131,26 @@ def test_waits_when_a_fused_kernel_skipped_inside() -> None:
     assert weight.item() == 1.0
 
 
+def test_watches_the_optimizer_inside_a_wrapper() -> None:
+    """As accelerate's, which takes the place of an optimizer without being made like one."""
+
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+            self.defaults = optimizer.defaults
+
+        @property
+        def param_groups(self) -> Any:  # type: ignore[override]
+            return self.optimizer.param_groups
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.optimizer.step(closure)
+
+    wrapper = Wrapper(ours(1.0))
+    scheduler = adapter.Scheduler(wrapper, schedules.exponential_decay(1.0, gamma=0.5))
+    assert rates(wrapper, scheduler, 3) == [1.0, 0.5, 0.25]
+
+
 # --- groups ----------------------------------------------------------------------------------------------------------
 
 

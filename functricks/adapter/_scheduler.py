@@ -129,9 +129,12 @@ class Scheduler(LRScheduler):
     # --- watching the optimizer --------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        self.optimizer.register_step_pre_hook(self._before_step)
-        self.optimizer.register_step_post_hook(self._after_step)
-        self.optimizer.register_load_state_dict_post_hook(self._after_load)
+        watched: Any = self.optimizer
+        while isinstance(getattr(watched, "optimizer", None), torch.optim.Optimizer):
+            watched = watched.optimizer  # a framework's wrapper has no hooks of its own
+        watched.register_step_pre_hook(self._before_step)
+        watched.register_step_post_hook(self._after_step)
+        watched.register_load_state_dict_post_hook(self._after_load)
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Take in groups that are new."""
@@ -144,7 +147,7 @@ class Scheduler(LRScheduler):
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Note that a step was taken; a fused kernel that got the scaler's flag may have skipped it inside."""
-        skipped = getattr(self.optimizer, "found_inf", None)
+        skipped = getattr(optimizer, "found_inf", None)
         if skipped is None or not skipped.item():
             self._pending = True
 
