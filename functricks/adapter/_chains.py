@@ -116,7 +116,7 @@ class Chains:
             return
         transform = self._transform(templates, live, labels)
         updates, state = transform.update(grads, state, values)
-        torch._foreach_copy_(list(values.values()), list(apply_updates(values, updates).values()))
+        _write(list(values.values()), list(apply_updates(values, updates).values()))
         for place, leaf in zip(plan.places, _pytree.tree_leaves(state), strict=True):
             _dict_of(optimizer, params, place)[place.key] = leaf
 
@@ -218,6 +218,14 @@ class Chains:
                     f"Optimizer.load_state_dict: the state of {where} has {', '.join(sorted(keys))}; this transform "
                     f"keeps {', '.join(sorted(expected.get(owner, set()))) or 'nothing'}"
                 )
+
+
+def _write(params: list[Tensor], new: list[Tensor]) -> None:
+    if all(type(param) is Tensor for param in params):
+        torch._foreach_copy_(params, new)
+        return
+    for param, leaf in zip(params, new, strict=True):  # sharded tensors have no such list operation
+        param.copy_(leaf)
 
 
 def _label(index: int) -> str:

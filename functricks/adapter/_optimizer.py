@@ -14,6 +14,7 @@ from torch.optim.optimizer import ParamsT
 from functricks.adapter._chains import SHARED, Chains, names_of
 from functricks.adapter._kernels import Kernels, torch_class
 from functricks.adapter._recipe import recipe
+from functricks.averaging import averaged
 from functricks.transforms.base import is_schedule
 from functricks.types import Schedule, Transform
 
@@ -134,6 +135,18 @@ class Optimizer(torch.optim.Optimizer):
             group[COUNT] += 1
             group["lr"] = float(schedule(group[COUNT]))
         return loss
+
+    def averaged(self) -> dict[str, Tensor]:
+        """Return the averaged parameters that the transform keeps, by name; see :func:`functricks.averaged`.
+
+        Load them for evaluation with ``model.load_state_dict(optimizer.averaged(), strict=False)``, on a copy of the
+        model. Raises ``ValueError`` where the transform keeps no average.
+        """
+        if isinstance(self._runner, Kernels):
+            raise ValueError("Optimizer.averaged: the step is PyTorch's own, and its state holds no average to read")
+        params, state = self._runner.state(self)
+        found: dict[str, Tensor] = averaged(state, params)
+        return found
 
     # --- saving and loading ------------------------------------------------------------------------------------------
 

@@ -62,7 +62,7 @@ class Recipe:
     def part(self, values: dict[str, Any]) -> Transform:
         """Make the part of one group."""
         assert self.maker is not None
-        return self.maker(**{name: values[name] for name in self.hyperparameters}, **self.fixed)
+        return self.maker(**{name: values.get(name, own) for name, own in self.hyperparameters.items()}, **self.fixed)
 
     def whole(self, part: Transform | None) -> Transform:
         """Make the whole, around a part."""

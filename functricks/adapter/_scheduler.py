@@ -68,6 +68,8 @@ class Scheduler(LRScheduler):
             raise ValueError("Scheduler: a dict of schedules needs at least one")
         self.schedule = schedule
         self._pending = False
+        default = getattr(optimizer, "defaults", {}).get("lr")
+        self._default = None if default is None else float(default)  # a tensor may be the very one that is written to
         super().__init__(optimizer, last_epoch)
         self._watch()
 
@@ -101,8 +103,8 @@ class Scheduler(LRScheduler):
         group = self.optimizer.param_groups[index]
         if isinstance(self.schedule, Mapping):
             return float(self._labelled(index, group)(self.last_epoch))
-        default, own = self.optimizer.defaults.get("lr"), group.get("initial_lr", group["lr"])
-        share = 1.0 if not default or own == default else float(own) / float(default)
+        default, own = self._default, float(group.get("initial_lr", group["lr"]))
+        share = 1.0 if not default or own == default else own / default
         return float(self.schedule(self.last_epoch)) * share
 
     def _labelled(self, index: int, group: dict[str, Any]) -> Schedule:
@@ -127,9 +129,12 @@ class Scheduler(LRScheduler):
     # --- watching the optimizer --------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        self.optimizer.register_step_pre_hook(self._before_step)
-        self.optimizer.register_step_post_hook(self._after_step)
-        self.optimizer.register_load_state_dict_post_hook(self._after_load)
+        watched: Any = self.optimizer
+        while isinstance(getattr(watched, "optimizer", None), torch.optim.Optimizer):
+            watched = watched.optimizer  # a framework's wrapper has no hooks of its own
+        watched.register_step_pre_hook(self._before_step)
+        watched.register_step_post_hook(self._after_step)
+        watched.register_load_state_dict_post_hook(self._after_load)
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Take in groups that are new."""
@@ -142,7 +147,7 @@ class Scheduler(LRScheduler):
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Note that a step was taken; a fused kernel that got the scaler's flag may have skipped it inside."""
-        skipped = getattr(self.optimizer, "found_inf", None)
+        skipped = getattr(optimizer, "found_inf", None)
         if skipped is None or not skipped.item():
             self._pending = True
 

@@ -98,8 +98,8 @@ def look(value: Number) -> Number:
         return value
     if is_transformed() or any_differentiable([[value]]) or not may_look(value):
         return value
-    looked: Any = value.tolist()
-    return float(looked)
+    whole: Any = value.full_tensor() if hasattr(value, "full_tensor") else value  # a norm of sharded leaves
+    return float(whole.tolist())
 
 
 def may_look(value: Tensor) -> bool:
