@@ -50,8 +50,9 @@ def in_ranks(version: Version, task: Task) -> Run:
     """Run a version in every rank; return what rank 0 found."""
     with tempfile.TemporaryDirectory() as folder:
         found = [processes().submit(one_rank, version, packed(task), folder, rank) for rank in range(RANKS)]
-        run: Run = unpacked([future.result(timeout=120) for future in found].pop(0))
-        return run
+        results = [future.result(timeout=120) for future in found]
+    run: Run = unpacked(results[0])
+    return run
 
 
 def one_rank(version: Version, task: bytes, folder: str, rank: int) -> bytes:

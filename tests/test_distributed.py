@@ -86,11 +86,13 @@ def test_a_killed_rank_ends_the_run_and_the_checkpoint_resumes(tmp_path: Path) -
 
 
 SCRIPT = """
-import os, signal, sys
+import os, signal, sys, time
 import torch
 from functricks import adapter, distributed, experiments, gradient, random, sgd, train_step
 
 folder = sys.argv[1]
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1" and os.environ["RANK"] == "0":
+    time.sleep(float(sys.argv[2]))  # the other rank must not find the address that this one had before the restart
 with distributed.init(timeout=60) as rank:
     assert (rank.rank, rank.size, rank.local) == tuple(int(os.environ[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     step = train_step(distributed.all_reduce(gradient(lambda p, x: (p["w"] * x).square().mean())), sgd(0.1))
@@ -121,7 +123,7 @@ def test_torchrun_restarts_from_the_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     done = subprocess.run(
-        [sys.executable, *command, str(tmp_path / "train.py"), str(tmp_path / "run")],
+        [sys.executable, *command, str(tmp_path / "train.py"), str(tmp_path / "run"), "6"],
         cwd=ROOT,
         env=environment(),
         capture_output=True,
