@@ -184,8 +184,12 @@ def a_rank_with_nothing_valid_contributes_nothing(rank: int, size: int) -> None:
     dist.all_gather_object(parts, (inputs, targets))
     whole = tuple(torch.cat([part[i] for part in parts]) for i in range(2))
     assert_agree(found[:3], gradient(loss_fn(net), has_metrics=True)(start_of(net), whole)[:3])
+    x = torch.full((0 if rank == size - 1 else 2,), 3.0, dtype=F64)
+    of_mean = distributed.all_reduce(gradient(lambda params, x: params["w"] * (x.sum() / len(x))))  # NaN on that rank
+    found = of_mean({"w": torch.tensor(1.0, dtype=F64)}, x)
+    assert_same((found.loss, found.grads["w"]), (torch.tensor(3.0, dtype=F64),) * 2)
     nothing = grad_fn(start_of(net), (inputs, torch.full_like(targets, IGNORED)))
-    assert_same(nothing.grads, tree.zeros_like(found.grads))
+    assert_same(nothing.grads, tree.zeros_like(start_of(net)))
     assert_same((nothing.loss, nothing.weight), (torch.zeros((), dtype=F64), torch.zeros((), dtype=F64)))
 
 
@@ -464,7 +468,11 @@ def descent() -> experiments.Experiment:
         step = train_step(gradient(partial(loss, config)), adamw(config["lr"]))
         return step.init({"w": random.normal(key, (2,)).double()})
 
-    return experiments.Experiment(init, update, lambda config, state, x: {"loss": loss(config, state.params, x)})
+    def evaluate(config: Any, state: Any, x: Tensor) -> dict[str, Tensor]:
+        floats = torch.tensor(float(config["lr"].is_floating_point() and config["target"].is_floating_point()))
+        return {"loss": loss(config, state.params, x), "floats": floats}
+
+    return experiments.Experiment(init, update, evaluate)
 
 
 @check
@@ -491,6 +499,7 @@ def experiments_are_shared_out(rank: int, size: int) -> None:
     for i in range(len(configs)):
         assert_agree(found.state(i), alone.state(i))
     assert all(row["seconds"] > 0 for row in found)
+    assert all(row["floats"] == 1 for row in found)  # an int among floats is one in every share
 
 
 @check

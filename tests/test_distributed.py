@@ -232,16 +232,20 @@ def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
 
-@pytest.mark.cuda
-def test_one_rank_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_a_group_of_one_rank(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_PORT", "0")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    if device == "cpu":
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with distributed.init() as rank:
-        assert (rank.rank, rank.size, rank.device) == (0, 1, torch.device("cuda", 0))
-        tensors = [torch.ones(2, device="cuda"), torch.tensor(3.0, device="cuda"), torch.ones(1)]
+        assert (rank.rank, rank.size, rank.device.type) == (0, 1, device)
+        tensors = [torch.ones(2, device=device), torch.tensor(3.0, device=device), torch.ones(1)]
         assert_same(distributed._summed("test", tensors, None), tensors)
         assert distributed._counts([True, False], None) == [1, 0]
+    assert not torch.distributed.is_initialized()
 
 
 # --- nn.DataParallel -------------------------------------------------------------------------------------------------
