@@ -55,6 +55,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 from torch.utils.data import Sampler
 
 from functricks import experiments, random, tree
@@ -119,9 +121,14 @@ def init(backend: str | None = None, *, timeout: float = 300.0) -> Iterator[Rank
         yield Rank(0, 1, local, device)
         return
     backend = backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    limit = timedelta(seconds=timeout)
+    store, rank, size = next(iter(rendezvous("env://", timeout=limit)))
+    # torchrun keeps its store when it restarts the ranks: without a prefix they may find addresses of the dead ones
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = PrefixStore(f"attempt-{attempt}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     try:
-        yield Rank(dist.get_rank(), dist.get_world_size(), local, device)
+        yield Rank(rank, size, local, device)
     finally:
         dist.destroy_process_group()
 

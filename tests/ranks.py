@@ -1,11 +1,12 @@
-"""Checks that need several ranks: ``python tests/ranks.py FOLDER SIZE`` runs every one of them in SIZE processes.
+"""Checks that need several ranks: ``python tests/ranks.py checks FOLDER`` runs every one of them in 2 and 4 processes.
 
 The ranks are forked from a process that has imported everything. Each check has a process group of its own, so that one
-that fails does not drag the next along; what failed goes to ``FOLDER/<rank>.json``, a traceback a check.
+that fails does not drag the next along; what failed goes to ``FOLDER/<size>/<rank>.json``, a traceback a check.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import random as python_random
@@ -52,6 +53,8 @@ from functricks.types import Loss
 
 F64 = torch.float64
 IGNORED = -100
+SIZES = (2, 4)
+LIMIT = 120  # seconds after which a rank that hangs says where
 AGREE = 1e-12  # relative: the same sums in another order, in float64, over a run
 
 Check = Callable[[int, int], None]
@@ -181,8 +184,12 @@ def a_rank_with_nothing_valid_contributes_nothing(rank: int, size: int) -> None:
     dist.all_gather_object(parts, (inputs, targets))
     whole = tuple(torch.cat([part[i] for part in parts]) for i in range(2))
     assert_agree(found[:3], gradient(loss_fn(net), has_metrics=True)(start_of(net), whole)[:3])
+    x = torch.full((0 if rank == size - 1 else 2,), 3.0, dtype=F64)
+    of_mean = distributed.all_reduce(gradient(lambda params, x: params["w"] * (x.sum() / len(x))))  # NaN on that rank
+    found = of_mean({"w": torch.tensor(1.0, dtype=F64)}, x)
+    assert_same((found.loss, found.grads["w"]), (torch.tensor(3.0, dtype=F64),) * 2)
     nothing = grad_fn(start_of(net), (inputs, torch.full_like(targets, IGNORED)))
-    assert_same(nothing.grads, tree.zeros_like(found.grads))
+    assert_same(nothing.grads, tree.zeros_like(start_of(net)))
     assert_same((nothing.loss, nothing.weight), (torch.zeros((), dtype=F64), torch.zeros((), dtype=F64)))
 
 
@@ -461,7 +468,11 @@ def descent() -> experiments.Experiment:
         step = train_step(gradient(partial(loss, config)), adamw(config["lr"]))
         return step.init({"w": random.normal(key, (2,)).double()})
 
-    return experiments.Experiment(init, update, lambda config, state, x: {"loss": loss(config, state.params, x)})
+    def evaluate(config: Any, state: Any, x: Tensor) -> dict[str, Tensor]:
+        floats = torch.tensor(float(config["lr"].is_floating_point() and config["target"].is_floating_point()))
+        return {"loss": loss(config, state.params, x), "floats": floats}
+
+    return experiments.Experiment(init, update, evaluate)
 
 
 @check
@@ -488,6 +499,7 @@ def experiments_are_shared_out(rank: int, size: int) -> None:
     for i in range(len(configs)):
         assert_agree(found.state(i), alone.state(i))
     assert all(row["seconds"] > 0 for row in found)
+    assert all(row["floats"] == 1 for row in found)  # an int among floats is one in every share
 
 
 @check
@@ -544,6 +556,7 @@ def forked(size: int, function: Callable[[int, int, Path], None], folder: Path) 
         if child == 0:
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+            faulthandler.dump_traceback_later(LIMIT, exit=True)
             try:
                 function(rank, size, folder)
             except BaseException:
@@ -555,8 +568,26 @@ def forked(size: int, function: Callable[[int, int, Path], None], folder: Path) 
     return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
 
+def every_check(folder: Path) -> dict[str, list[int]]:
+    codes = {}
+    for size in SIZES:
+        own = folder / str(size)
+        own.mkdir()
+        codes[str(size)] = forked(size, main, own)
+    return codes
+
+
+def killed_and_resumed(folder: Path) -> dict[str, list[int]]:
+    """A run in which a rank dies, the same run again, and a whole one."""
+    killed, whole = folder / "killed", folder / "whole"
+    killed.mkdir()
+    whole.mkdir()
+    (whole / "died").touch()  # it will not
+    return {name: forked(3, doomed, place) for name, place in (("killed", killed), ("again", killed), ("whole", whole))}
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    chosen = doomed if sys.argv[1] == "doomed" else main
-    sys.stdout.write(json.dumps(forked(int(sys.argv[3]), chosen, Path(sys.argv[2]))))
+    chosen = {"checks": every_check, "killed": killed_and_resumed}[sys.argv[1]]
+    sys.stdout.write(json.dumps(chosen(Path(sys.argv[2]))))
