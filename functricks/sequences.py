@@ -4,7 +4,7 @@ A decoder trained on the true previous tokens (teacher forcing) meets its own mi
 used. Scheduled sampling shows it some of them before: for every input, a coin decides between the true token and the
 decoder's own best guess. How often the coin says "true" is a schedule, which falls from 1:
 
-    linear(1.0, 1.0, 0.25, total_iters=N)        exponential_decay(1.0, gamma=0.9999)        inverse_sigmoid(1.0, k=500.0)
+    linear(1.0, 1.0, 0.25, total_iters=N)    exponential_decay(1.0, gamma=0.9999)    inverse_sigmoid(1.0, k=500.0)
 
 of :mod:`functricks.schedules`. The coins come from a key, so that a run is a function of its seed, and a lane of a
 ``vmap``, with its own probability and key, is the run alone.
