@@ -32,7 +32,9 @@ MODULES = (
     "consistency",
     "hooks",
     "scheduled_sampling",
+    "adapter_optimizer",
     "adapter_loop",
+    "distributed",
     "whole_recipe",
 )
 

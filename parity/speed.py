@@ -14,11 +14,11 @@ from collections.abc import Sequence
 
 import torch
 
-from parity import speed_lanes, speed_optimizers, speed_pipeline
+from parity import speed_adapter, speed_g2p, speed_lanes, speed_modules, speed_optimizers, speed_pipeline
 from parity.__main__ import as_json, select
 from parity.timing import THREADS, Measure, Row, keep_freed_memory
 
-MODULES = (speed_lanes, speed_pipeline, speed_optimizers)
+MODULES = (speed_lanes, speed_pipeline, speed_optimizers, speed_modules, speed_adapter, speed_g2p)
 ROUNDS, QUICK_ROUNDS = 15, 2
 
 

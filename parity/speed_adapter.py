@@ -1,36 +1,26 @@
-"""Time ``adapter.Optimizer`` against ``torch.optim``, in one process: ``python -m parity.speed_adapter``.
+"""Speed rows: ``adapter.Optimizer`` against ``torch.optim``.
 
-Both sides write over the same kind of parameters. One round is a few steps of each side in turn, so that slow spells
-of the machine hit both; medians are compared. The targets: an optimizer that PyTorch has takes at most 1.1 times as
+Both sides write over the same kind of parameters. The targets: an optimizer that PyTorch has takes at most 1.1 times as
 long as PyTorch's fused step, and any other chain, compiled, at most twice as long as the fused step of AdamW.
 """
 
 from __future__ import annotations
 
-import statistics
-import sys
-import time
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
 
 import torch
 from torch import nn
 
 from functricks import adam, adamw, adapter, chain, lion, scale_by_adam, scale_by_learning_rate, sgd
 from functricks.types import Transform
-from parity.speed_optimizers import FEW_LARGE, LARGE, LR, MANY_SMALL, SMALL, Row, leaves
+from parity.speed_optimizers import FEW_LARGE, LARGE, LR, MANY_SMALL, SMALL, leaves
+from parity.timing import Measure, Row, in_turns
 
 Shapes = list[tuple[int, ...]]
-Step = Callable[[], object]
 
 
-class Case(NamedTuple):
-    name: str
-    adapter: Callable[[Shapes], torch.optim.Optimizer]
-    classic: Callable[[Shapes], torch.optim.Optimizer]
-    target: float  # at most so many times as long as the classic step
-    shapes: Shapes
-    steps: int  # a round
+Make = Callable[[Shapes], torch.optim.Optimizer]
 
 
 def parameters(shapes: Shapes) -> list[nn.Parameter]:
@@ -40,11 +30,11 @@ def parameters(shapes: Shapes) -> list[nn.Parameter]:
     return own
 
 
-def ours(transform: Transform, compile: bool = False) -> Callable[[Shapes], torch.optim.Optimizer]:
+def ours(transform: Transform, compile: bool = False) -> Make:
     return lambda shapes: adapter.Optimizer(parameters(shapes), transform, compile=compile)
 
 
-def theirs(cls: Callable[..., torch.optim.Optimizer], **arguments: float) -> Callable[[Shapes], torch.optim.Optimizer]:
+def theirs(cls: Callable[..., torch.optim.Optimizer], **arguments: float) -> Make:
     return lambda shapes: cls(parameters(shapes), lr=LR, fused=True, **arguments)
 
 
@@ -53,48 +43,17 @@ def by_hand() -> Transform:
     return chain(scale_by_adam(), scale_by_learning_rate(LR))
 
 
+def row(case: str, mine: Make, classic: Make, at_most: float, shapes: Shapes, steps: int, rounds: int) -> Row:
+    return in_turns(case, mine(shapes).step, classic(shapes).step, 1 / at_most, rounds, calls=steps)
+
+
 ADAMW, ADAM, SGD = torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD
-CASES = [
-    Case(f"adamw, {SMALL}", ours(adamw(LR)), theirs(ADAMW), 1.1, MANY_SMALL, 20),
-    Case(f"adamw, {LARGE}", ours(adamw(LR)), theirs(ADAMW), 1.1, FEW_LARGE, 3),
-    Case(f"adam, {SMALL}", ours(adam(LR)), theirs(ADAM), 1.1, MANY_SMALL, 20),
-    Case(f"sgd, momentum, {SMALL}", ours(sgd(LR, momentum=0.9)), theirs(SGD, momentum=0.9), 1.1, MANY_SMALL, 20),
-    Case(f"adam from its parts, compiled, {LARGE}", ours(by_hand(), True), theirs(ADAM), 2.0, FEW_LARGE, 3),
-    Case(f"lion, compiled, {LARGE}", ours(lion(LR), True), theirs(ADAMW), 2.0, FEW_LARGE, 3),
+_CASES: list[tuple[str, Make, Make, float, Shapes, int]] = [
+    (f"adapter, adamw, {SMALL}", ours(adamw(LR)), theirs(ADAMW), 1.1, MANY_SMALL, 20),
+    (f"adapter, adamw, {LARGE}", ours(adamw(LR)), theirs(ADAMW), 1.1, FEW_LARGE, 3),
+    (f"adapter, adam, {SMALL}", ours(adam(LR)), theirs(ADAM), 1.1, MANY_SMALL, 20),
+    (f"adapter, sgd, momentum, {SMALL}", ours(sgd(LR, momentum=0.9)), theirs(SGD, momentum=0.9), 1.1, MANY_SMALL, 20),
+    (f"adapter, adam from its parts, compiled, {LARGE}", ours(by_hand(), True), theirs(ADAM), 2.0, FEW_LARGE, 3),
+    (f"adapter, lion, compiled, {LARGE}", ours(lion(LR), True), theirs(ADAMW), 2.0, FEW_LARGE, 3),
 ]
-
-
-def measure(case: Case, rounds: int = 30) -> Row:
-    """Time both sides in turn; the first step of each compiles and is not counted."""
-    steps = [case.adapter(case.shapes).step, case.classic(case.shapes).step]
-    times: list[list[float]] = [[], []]
-    for _ in range(2):
-        for step in steps:
-            step()
-    for _ in range(rounds):
-        for step, spent in zip(steps, times, strict=True):
-            start = time.perf_counter()
-            for _ in range(case.steps):
-                step()
-            spent.append((time.perf_counter() - start) / case.steps * 1e3)
-    mine, classic = (statistics.median(spent) for spent in times)
-    return Row(case.name, mine, classic, classic / mine, 1.0 / case.target, mine <= case.target * classic)
-
-
-def main() -> int:
-    width = max(len(case.name) for case in CASES)
-    print(f"{'case':{width}}  adapter ms  classic ms  times as long  at most  ok")
-    good = True
-    for case in CASES:
-        row = measure(case)
-        good &= row.ok
-        print(
-            f"{row.case:{width}}  {row.functional_ms:10.3f}  {row.classic_ms:10.3f}  "
-            f"{row.functional_ms / row.classic_ms:13.2f}  {case.target:7g}  {'ok' if row.ok else 'FAIL'}",
-            flush=True,
-        )
-    return 0 if good else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+CASES: dict[str, Measure] = {case[0]: partial(row, *case) for case in _CASES}

@@ -1,4 +1,4 @@
-"""Time lanes of the g2p model against its classic loop: ``python -m parity.speed_g2p``.
+"""Speed rows: lanes of the g2p model against its classic loop.
 
 A step is scheduled sampling, label smoothing, clipping and AdamW. 16 lanes, which differ in learning rate, teacher
 probability and seed, against one model at a time, token by token; eager, and compiled. The steps of the decoder are
@@ -7,9 +7,7 @@ written out in the compiled program, since torch differentiates through no scan:
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,9 +18,8 @@ from torch.nn.utils import clip_grad_norm_
 
 from functricks import adamw, chain, clip_by_global_norm, functional, gradient, losses, random, train_step, tree
 from functricks.types import Batch, Loss, Params
-from parity.__main__ import as_json, select
 from parity.g2p import END, G2P, LETTERS, PAD, PHONEMES, classic_logits, initial
-from parity.speed_pipeline import Row, in_turns
+from parity.timing import Measure, Row, in_turns
 
 LANES, ROWS, LENGTH, WIDTH, EMBEDDING = 16, 32, 6, 32, 16
 SMOOTHING, MAX_NORM, LR, RATE = 0.1, 1.0, 1e-3, 0.75
@@ -85,36 +82,12 @@ def loop() -> Callable[[], None]:
     return step
 
 
-def row(rounds: int, *, compile: bool) -> Row:
-    title = f"g2p, scheduled sampling: {LANES} lanes, {'compiled' if compile else 'eager'}, a run"
-    return in_turns(title, lanes(compile=compile), loop(), 4.0 if compile else None, rounds, per=LANES)
+def row(case: str, rounds: int, *, compile: bool) -> Row:
+    return in_turns(case, lanes(compile=compile), loop(), 4.0 if compile else None, rounds, lanes=LANES)
 
 
-CASES: dict[str, Callable[[int], Row]] = {"eager": partial(row, compile=False), "compiled": partial(row, compile=True)}
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m parity.speed_g2p", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print JSON, and nothing else, on stdout")
-    parser.add_argument("--only", metavar="CASE", help="eager, compiled, or a glob")
-    parser.add_argument("--quick", action="store_true", help="few rounds: does it run? The numbers are rough")
-    given = parser.parse_args(arguments)
-    rows = []
-    for name in select(list(CASES), given.only, parser):
-        rows.append(CASES[name](2 if given.quick else 40))
-        torch.compiler.reset()
-        if not given.json:
-            one = rows[-1]
-            target = "-" if one.target is None else f"{one.target:.2f}"
-            print(
-                f"{one.case:60} {one.functional_ms:9.3f} {one.classic_ms:9.3f} {one.ratio:6.2f} {target:>6} "
-                f"{'ok' if one.ok else 'NO'}",
-                flush=True,
-            )
-    if given.json:
-        print(as_json(rows))
-    return 0 if all(one.ok for one in rows) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+_TITLE = f"g2p, scheduled sampling: {LANES} lanes"
+CASES: dict[str, Measure] = {
+    f"{_TITLE}, eager": partial(row, f"{_TITLE}, eager", compile=False),
+    f"{_TITLE}, compiled": partial(row, f"{_TITLE}, compiled", compile=True),
+}

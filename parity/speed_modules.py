@@ -1,37 +1,22 @@
-"""Time ``functional(model).apply`` against the module's own call: ``python -m parity.speed_modules``.
+"""Speed rows: ``functional(model).apply`` against the module's own call.
 
 Two questions. Compiled: what do parameters and buffers as values cost, beside a module that is compiled itself? Eager:
-what does ``apply`` add to :func:`torch.func.functional_call`, which updates buffers in place? Both versions of a row
-take turns in one process, and medians are compared.
+what does ``apply`` add to :func:`torch.func.functional_call`, which updates buffers in place?
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from functricks import functional
-from parity.__main__ import as_json, select
+from parity.timing import Measure, Row, in_turns, to_row
 
-EAGER_TARGET_MS = 0.03  # what apply may add to functional_call
-
-
-class Row(NamedTuple):
-    case: str
-    functional_ms: float
-    classic_ms: float
-    ratio: float  # classic over functional
-    target: float | None  # none where the difference is bounded, not the ratio
-    ok: bool
+ALLOWANCE_MS = 0.03  # what apply may add to functional_call
 
 
 def mlp(rows: int) -> tuple[nn.Module, Tensor]:
@@ -56,18 +41,7 @@ MODELS: dict[str, Callable[[int], tuple[nn.Module, Tensor]]] = {"mlp": mlp, "cnn
 ROWS = {"mlp": 128, "cnn": 16, "encoder": 8}
 
 
-def medians(rounds: int, *calls: Callable[[], Any]) -> list[float]:
-    """Return the median time of each, in milliseconds; they take turns, and so share what else the machine does."""
-    times: list[list[float]] = [[] for _ in calls]
-    for _ in range(rounds + 3):
-        for column, call in zip(times, calls, strict=True):
-            start = time.perf_counter()
-            call()
-            column.append((time.perf_counter() - start) * 1e3)
-    return [statistics.median(column[3:]) for column in times]
-
-
-def row(name: str, rounds: int, *, compile: bool) -> Row:
+def row(case: str, name: str, rounds: int, *, compile: bool) -> Row:
     """One forward pass in training mode, without gradients."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
@@ -76,45 +50,21 @@ def row(name: str, rounds: int, *, compile: bool) -> Row:
         params, buffers = model.params, model.buffers
         if compile:
             apply, own = torch.compile(model.apply, fullgraph=True), torch.compile(module, fullgraph=True)
-            fast, slow = medians(rounds, lambda: apply(params, buffers, x), lambda: own(x))
-            return Row(f"{name}, compiled, against the module", fast, slow, slow / fast, 1 / 1.05, 1.05 * slow >= fast)
+            return in_turns(case, lambda: apply(params, buffers, x), lambda: own(x), 1 / 1.05, rounds, calls=20)
         values = {**params, **buffers}
-        fast, slow = medians(
-            rounds, lambda: model.apply(params, buffers, x), lambda: functional_call(module, values, (x,))
+        times = in_turns(
+            case,
+            lambda: model.apply(params, buffers, x),
+            lambda: functional_call(module, values, (x,)),
+            None,
+            20 * rounds,
         )
-        title = f"{name}, eager, against functional_call: {1e3 * (fast - slow):+.0f} us"
-        return Row(title, fast, slow, slow / fast, None, fast - slow <= EAGER_TARGET_MS)
+        return to_row(case, times.functional_ms, times.classic_ms + ALLOWANCE_MS, 1.0)
 
 
-CASES: dict[str, Callable[[int], Row]] = {
-    f"{name}, {'compiled' if compile else 'eager'}": partial(row, name, compile=compile)
-    for compile in (False, True)
-    for name in MODELS
-}
+def _cases(compile: bool, against: str) -> dict[str, Measure]:
+    titles = {f"functional, {name}, {'compiled' if compile else 'eager'}, against {against}": name for name in MODELS}
+    return {title: partial(row, title, name, compile=compile) for title, name in titles.items()}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m parity.speed_modules", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print JSON, and nothing else, on stdout")
-    parser.add_argument("--only", metavar="CASE", help="one case, or a glob such as '*eager*'")
-    parser.add_argument("--quick", action="store_true", help="few rounds: does it run? The numbers are rough")
-    given = parser.parse_args(arguments)
-    rows = []
-    for name in select(list(CASES), given.only, parser):
-        rows.append(CASES[name](5 if given.quick else 500))
-        torch.compiler.reset()
-        if not given.json:
-            one = rows[-1]
-            target = "-" if one.target is None else f"{one.target:.2f}"
-            print(
-                f"{one.case:60} {one.functional_ms:9.3f} {one.classic_ms:9.3f} {one.ratio:6.2f} {target:>6} "
-                f"{'ok' if one.ok else 'NO'}",
-                flush=True,
-            )
-    if given.json:
-        print(as_json(rows))
-    return 0 if all(one.ok for one in rows) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+CASES = {**_cases(False, "functional_call and 30 us"), **_cases(True, "the module")}
