@@ -53,7 +53,7 @@ def encoder(rows: int) -> tuple[nn.Module, Tensor]:
 
 
 MODELS: dict[str, Callable[[int], tuple[nn.Module, Tensor]]] = {"mlp": mlp, "cnn": cnn, "encoder": encoder}
-ROWS = {"mlp": 128, "cnn": 16, "encoder": 8}
+ROWS = {"mlp": 128, "cnn": 16, "encoder": 32}
 
 
 def medians(rounds: int, *calls: Callable[[], Any]) -> list[float]:
