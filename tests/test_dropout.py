@@ -390,6 +390,22 @@ def test_the_mode_is_entered_where_the_code_names_a_draw() -> None:
         assert_keyed(caller(functional(module)), torch.ones(30, 3))
 
 
+def test_a_draw_that_no_code_names_raises() -> None:
+    computed = Calls(lambda m, x: getattr(nn.functional, "drop" + "out")(x, 0.5, m.training))
+    module, x = nn.Sequential(nn.Linear(3, 3), computed), torch.ones(2, 3)
+    assert not draws_by_function(module)
+    model = functional(module)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="dropout draws random numbers, and the code of the model's forward does"):
+            model.apply(model.params, {}, x, key=random.key(0))
+    assert_same(model.apply(model.params, {}, x, train=False)[0], module.eval()(x).detach())
+    loose = functional(module.train(), randomness="global")
+    torch.manual_seed(0)
+    got = loose.apply(loose.params, {}, x, key=random.key(0))[0]
+    torch.manual_seed(0)
+    assert_same(got, module(x).detach())
+
+
 # --- compiled --------------------------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ from test_modules import record
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
-from functricks import apply_updates, random, sgd
+from functricks import apply_updates, gradient, random, sgd
 from functricks.modules import functional
 
 
@@ -250,6 +250,32 @@ def test_batch_norm_compiled() -> None:
     for _ in range(2):
         assert_close(compiled(model.params, model.buffers, x), step(model.params, model.buffers, x))
     assert int(model.buffers["1.num_batches_tracked"]) == 0
+
+
+# --- activation checkpoints ------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_that_recomputes_fails_loudly() -> None:
+    """In the backward pass the call is over, and the copy holds no values any more."""
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.layer, x, use_reentrant=False)
+
+    model = functional(Checkpointed())
+    value = lambda p, x: model.apply(p, {}, x)[0].square().sum()  # noqa: E731
+    with pytest.raises(RuntimeError, match="meta"):
+        gradient(value, backend="autograd")(model.params, torch.randn(2, 3))
+    with pytest.raises(RuntimeError, match="saved tensor hooks"):
+        gradient(value)(model.params, torch.randn(2, 3))
+    outside = functional(nn.Sequential(nn.Linear(3, 3), nn.Tanh()))  # where it works
+    whole = lambda p, x: checkpoint(lambda x: outside.apply(p, {}, x)[0], x, use_reentrant=False).sum()  # noqa: E731
+    assert_nonzero(list(gradient(whole, backend="autograd")(outside.params, torch.randn(2, 3)).grads.values()))
 
 
 # --- ties ------------------------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ ONE_OF_EACH = [
     S.lambda_schedule(0.1, halved),
     2 * S.linear_warmup(1.0, 3) * S.exponential_decay(0.1, 0.9),
 ]
-EACH = pytest.mark.parametrize("schedule", ONE_OF_EACH, ids=repr)
+EACH = pytest.mark.parametrize("schedule", ONE_OF_EACH, ids=lambda one: repr(one).partition(" at 0x")[0])
 
 
 def as_tensors(value: Any) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from functricks import random, tree
-from functricks.modules._functions import AtSite, KeyedFunctions, Site, draws_by_function
+from functricks.modules._functions import AtSite, KeyedFunctions, Site, Watch, draws_by_function, of_torch
 from functricks.modules._hooks import Plan, Replace, Select, Taps
 from functricks.modules._keyed import Keyed, Rate
 from functricks.modules._pure import POOLED, PureBatchNorm, draws_unkeyed, join, purify, subtype
@@ -99,8 +99,8 @@ def functional(
     Dropout that ``forward`` calls as a function (``F.dropout``, ``F.scaled_dot_product_attention``, dropout inside of
     attention) draws from the key too, by the path of the module that calls it. That takes a function mode, which is
     entered where the code of the model's ``forward`` names a function that draws: such a model cannot be called inside
-    of a ``scan``, and what only a table or a computed name leads to is not seen. An activation checkpoint that
-    recomputes in the backward pass raises; call it outside of the module.
+    of a ``scan``. A draw that only a table or a computed name leads to raises in the first eager call that trains.
+    An activation checkpoint that recomputes in the backward pass raises; call it outside of the module.
 
     >>> from functricks import random
     >>> model = functional(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Dropout(0.5)))
@@ -197,6 +197,9 @@ class _Call:
         self.site = Site() if made.watched else None
         self.sites: list[str] = []  # the modules that may call dropout as a function
         self.strict = made.strict
+        # Until a call has shown that nothing draws; in evaluation a mode would switch torch's faster kernels off.
+        unseen = made.strict and not made.watched
+        self.watching = unseen and any(m.training and not of_torch(m) for m in self.module.modules())
         self.unkeyed: list[str] = []
         for path, child in module.named_modules():
             self._add(path, child, names)
@@ -217,7 +220,7 @@ class _Call:
         if isinstance(module, Keyed) and module.training and module.drops():
             self.rates[path] = module.p
             self.hashes[path] = _hash(path)
-        elif self.site is not None and (not path or not type(module).__module__.startswith("torch.")):
+        elif self.site is not None and (not path or not of_torch(module)):
             own, kind = cast(Any, module), cast(Any, type(module))
             own.__class__ = subtype(AtSite, kind)
             own.site, own.site_path = self.site, path
@@ -251,6 +254,8 @@ class _Call:
         turn = nullcontext() if torch.compiler.is_compiling() else self.turn
         with turn, self._functions(key, rates):
             output = self.taps.run(probes, functional_call, self.module, values, args, kwargs, tie_weights=False)
+        if not torch.compiler.is_compiling() and self.watching:  # in this order: a trace would guard on the flag
+            self.watching = False
         new = {name: values[self.buffer_slots[name]] for name in own}
         new.update({name: values.get(self.pooled_slots[name], buffer) for name, buffer in pooled.items()})
         return output, new
@@ -270,7 +275,7 @@ class _Call:
     def _functions(self, key: Tensor | None, rates: Mapping[str, Rate]) -> AbstractContextManager[Any]:
         """Return the mode that draws what is called as a function, if anything may be."""
         if self.site is None:
-            return nullcontext()
+            return Watch() if not torch.compiler.is_compiling() and self.watching else nullcontext()
         own = {path: rate for path, rate in rates.items() if path not in self.rates}
         return KeyedFunctions(self.site, self.hashes, key, own, self.strict)
 

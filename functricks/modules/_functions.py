@@ -151,7 +151,27 @@ class KeyedFunctions(TorchFunctionMode):
         return random.fold_in(self.key, self.hashes[path]) + count
 
 
+class Watch(TorchFunctionMode):
+    """Raises where something draws that :func:`draws_by_function` did not foresee; for the first call of a model."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _DRAWING and _draws(name, args, kwargs or {}):
+            raise ValueError(
+                f"apply: {name} draws random numbers, and the code of the model's forward does not name it, so that no "
+                f"key controls it; call it by its name, as in F.dropout(x), or accept the global generator with "
+                f'functional(..., randomness="global")'
+            )
+        return func(*args, **(kwargs or {}))
+
+
 def _draws(name: str, args: Any, kwargs: Any) -> bool:
+    if name in _DROPOUTS:
+        _, usual, on = _DROPOUTS[name]
+        given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
+        return bool(given.get("p", usual)) and bool(given.get("train", given.get("training", on)))
+    if name == "scaled_dot_product_attention":
+        return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
     if name in ("rrelu", "rrelu_"):
         return bool(kwargs.get("training", args[3] if len(args) > 3 else False))
     if name not in _WITH_RATE:
@@ -167,11 +187,16 @@ def _draws(name: str, args: Any, kwargs: Any) -> bool:
 # --- does a model's code name a function that draws? -----------------------------------------------------------------
 
 
+def of_torch(module: nn.Module) -> bool:
+    """Is the class of the module torch's own?"""
+    return _of_torch(type(module))
+
+
 def draws_by_function(model: nn.Module) -> bool:
     """Does the code behind the model's ``forward`` name a torch function that draws, as far as it can be followed?
 
-    Followed are methods of the model's own classes, global names, attributes of Python modules, and closures; what a
-    table or a computed attribute holds is not seen.
+    Followed are methods of the model's own classes, global names, attributes of Python modules, and closures. What a
+    table or a computed attribute holds is not seen, so that :class:`Watch` looks at the first call.
     """
     modules = list(model.modules())
     if any(_may_drop(m) and not _of_torch(type(m).forward) for m in modules):
