@@ -505,7 +505,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print({name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()})
         for metric in ("phoneme_error", "word_error", "teacher_forced_loss"):
             for found in results.compare(to={"floor": 1.0}, metric=metric):
-                print(metric, found)
+                print(f"{metric}, floor {found.config['floor']}: {found.value}, difference {found.difference}")
         return 0
     words, held_out, _ = load(300 if given.quick else 12000, limit=1500 if given.quick else None)
     recipe = Recipe(steps=given.steps or (20 if given.quick else 3000), warmup=5 if given.quick else 100)
