@@ -48,6 +48,7 @@ class Optimizer(torch.optim.Optimizer):
         transform: a transform, or a factory of one, as ``functricks.adamw``.
         compile: compile the step, where PyTorch has no kernel for it.
         fused: passed on to the class of ``torch.optim``; by default the fused kernel wherever the parameters allow it.
+            Sparse gradients need ``fused=False``.
         foreach: passed on as well.
         hyperparameters: the factory's. ``lr`` may be a schedule: then ``group["lr"]`` shows its value, the group's
             ``"schedule_step"`` counts, and writing ``group["lr"]`` raises at the next step.
