@@ -35,12 +35,12 @@ batch.
 
 **BatchNorm and keys.** A carry stays with its rank. Under DDP, rank 0's buffers replace the others' before each forward
 pass, which in training never reads the running statistics: rank 0's buffers are the same as here, so evaluate and save
-those of rank 0, or make them equal by ``broadcast(carry)``. Give each rank its own random key, by
+those of rank 0, or make them equal by ``broadcast(buffers)``. Give each rank its own random key, by
 ``random.fold_in(key, rank.rank)``, unless all are to draw the same dropout masks.
 
 **When a rank dies**, the others' next collective raises, at the latest after ``init(timeout=)`` (with nccl, torch ends
-the process then); the run ends, and starts again from its last checkpoint (:func:`functricks.adapter.save_checkpoint`). ``torchrun --max-restarts`` does
-that by itself.
+the process then); the run ends, and starts again from its last checkpoint
+(:func:`functricks.adapter.save_checkpoint`). ``torchrun --max-restarts`` does that by itself.
 """
 
 from __future__ import annotations
