@@ -22,8 +22,9 @@ same numbers with :func:`global_mean` as its loss.
 batch.
 
 - *All-reduce* (``DistributedDataParallel``, and this module): every rank ends up with the sum and steps by itself. Rank
-  0 sends parameters and buffers once, at the start, and no gradients ever. A ring of N ranks sends 2 (N - 1) / N times
-  the gradient's bytes per rank, nearly constant in N, while its latency grows with N.
+  0 sends its parameters once, at the start (DDP also its buffers, before each forward pass), and no gradients ever. A
+  ring of N ranks sends 2 (N - 1) / N times the gradient's bytes per rank, nearly constant in N, while its latency grows
+  with N.
 - *Parameter server*: servers hold the parameters, workers pull them and push gradients. It can be synchronous, or
   asynchronous, when a gradient may be that of older parameters. The servers' links carry traffic that grows with N.
 - ``nn.DataParallel``: one process and one thread a GPU. At every forward pass it copies the module to each GPU and
@@ -34,12 +35,12 @@ batch.
 
 **BatchNorm and keys.** A carry stays with its rank. Under DDP, rank 0's buffers replace the others' before each forward
 pass, which in training never reads the running statistics: rank 0's buffers are the same as here, so evaluate and save
-those of rank 0, or make them equal by ``broadcast(carry)``. Give each rank its own random key, by
+those of rank 0, or make them equal by ``broadcast(buffers)``. Give each rank its own random key, by
 ``random.fold_in(key, rank.rank)``, unless all are to draw the same dropout masks.
 
-**When a rank dies**, the others' next collective raises, at the latest after ``init(timeout=)``; the run ends, and
-starts again from its last checkpoint (:func:`functricks.adapter.save_checkpoint`). ``torchrun --max-restarts`` does
-that by itself.
+**When a rank dies**, the others' next collective raises, at the latest after ``init(timeout=)`` (with nccl, torch ends
+the process then); the run ends, and starts again from its last checkpoint
+(:func:`functricks.adapter.save_checkpoint`). ``torchrun --max-restarts`` does that by itself.
 """
 
 from __future__ import annotations
@@ -202,8 +203,8 @@ def all_reduce(grad_fn: GradFn, group: Group = None) -> GradFn:
 
     A rank without weight contributes nothing, be its gradient NaN (the mean of an empty batch). Where no rank has
     weight, gradient and loss are zero. Sums are float32 or wider; there is one all-reduce a dtype, so one in all as a
-    rule. The carry (buffers, key) is the rank's own. Without a process group, or in one of a single rank,
-    ``grad_fn``'s result is returned as it is.
+    rule; lanes of a ``vmap`` go together. The carry (buffers, key) is the rank's own. Without a process group, or in
+    one of a single rank, ``grad_fn``'s result is returned as it is.
 
     Raises ``ValueError`` on every rank when the first gradients of the ranks differ in names, shapes or dtypes
     (metrics that only one rank computes), and ``RuntimeError`` when another rank is gone.

@@ -238,6 +238,16 @@ def lanes_are_reduced_together(rank: int, size: int) -> None:
 
 
 @check
+def one_graph_with_the_all_reduce_in_it(rank: int, size: int) -> None:
+    if size != SIZES[0]:
+        return  # once is enough: it compiles
+    grad_fn = distributed.all_reduce(gradient(lambda params, x: (params["w"] * x).square().mean()))
+    compiled = torch.compile(grad_fn, fullgraph=True, backend="aot_eager")
+    params, x = {"w": torch.tensor(2.0, dtype=F64)}, torch.arange(1.0, 3.0 + rank, dtype=F64)
+    assert_agree(compiled(params, x), grad_fn(params, x))
+
+
+@check
 def a_group_of_some_ranks(rank: int, size: int) -> None:
     group = dist.new_group([0, 1])
     if rank < 2:
