@@ -16,7 +16,17 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from functricks import adam, adamw, adapter, chain, lion, scale_by_adam, scale_by_learning_rate, sgd
+from functricks import (
+    adam,
+    adamw,
+    adapter,
+    chain,
+    clip_by_global_norm,
+    lion,
+    scale_by_adam,
+    scale_by_learning_rate,
+    sgd,
+)
 from functricks.types import Transform
 from parity.speed_optimizers import FEW_LARGE, LARGE, LR, MANY_SMALL, SMALL, Row, leaves
 
@@ -48,6 +58,10 @@ def theirs(cls: Callable[..., torch.optim.Optimizer], **arguments: float) -> Cal
     return lambda shapes: cls(parameters(shapes), lr=LR, fused=True, **arguments)
 
 
+def clipped() -> Transform:
+    return chain(clip_by_global_norm(1e9), adamw(LR))
+
+
 def by_hand() -> Transform:
     """AdamW without decay from its parts, which nothing recognises."""
     return chain(scale_by_adam(), scale_by_learning_rate(LR))
@@ -59,6 +73,7 @@ CASES = [
     Case(f"adamw, {LARGE}", ours(adamw(LR)), theirs(ADAMW), 1.1, FEW_LARGE, 3),
     Case(f"adam, {SMALL}", ours(adam(LR)), theirs(ADAM), 1.1, MANY_SMALL, 20),
     Case(f"sgd, momentum, {SMALL}", ours(sgd(LR, momentum=0.9)), theirs(SGD, momentum=0.9), 1.1, MANY_SMALL, 20),
+    Case(f"clip and adamw, compiled, {LARGE}", ours(clipped(), True), theirs(ADAMW), 2.0, FEW_LARGE, 3),
     Case(f"adam from its parts, compiled, {LARGE}", ours(by_hand(), True), theirs(ADAM), 2.0, FEW_LARGE, 3),
     Case(f"lion, compiled, {LARGE}", ours(lion(LR), True), theirs(ADAMW), 2.0, FEW_LARGE, 3),
 ]
