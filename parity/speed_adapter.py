@@ -73,6 +73,7 @@ CASES = [
     Case(f"adamw, {LARGE}", ours(adamw(LR)), theirs(ADAMW), 1.1, FEW_LARGE, 3),
     Case(f"adam, {SMALL}", ours(adam(LR)), theirs(ADAM), 1.1, MANY_SMALL, 20),
     Case(f"sgd, momentum, {SMALL}", ours(sgd(LR, momentum=0.9)), theirs(SGD, momentum=0.9), 1.1, MANY_SMALL, 20),
+    Case(f"adam from its parts, compiled, {SMALL}", ours(by_hand(), True), theirs(ADAM), 2.0, MANY_SMALL, 20),
     Case(f"clip and adamw, compiled, {LARGE}", ours(clipped(), True), theirs(ADAMW), 2.0, FEW_LARGE, 3),
     Case(f"adam from its parts, compiled, {LARGE}", ours(by_hand(), True), theirs(ADAM), 2.0, FEW_LARGE, 3),
     Case(f"lion, compiled, {LARGE}", ours(lion(LR), True), theirs(ADAMW), 2.0, FEW_LARGE, 3),
