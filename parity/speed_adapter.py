@@ -12,7 +12,17 @@ from functools import partial
 import torch
 from torch import nn
 
-from functricks import adam, adamw, adapter, chain, lion, scale_by_adam, scale_by_learning_rate, sgd
+from functricks import (
+    adam,
+    adamw,
+    adapter,
+    chain,
+    clip_by_global_norm,
+    lion,
+    scale_by_adam,
+    scale_by_learning_rate,
+    sgd,
+)
 from functricks.types import Transform
 from parity.speed_optimizers import FEW_LARGE, LARGE, LR, MANY_SMALL, SMALL, leaves
 from parity.timing import Measure, Row, in_turns
@@ -38,6 +48,10 @@ def theirs(cls: Callable[..., torch.optim.Optimizer], **arguments: float) -> Mak
     return lambda shapes: cls(parameters(shapes), lr=LR, fused=True, **arguments)
 
 
+def clipped() -> Transform:
+    return chain(clip_by_global_norm(1e9), adamw(LR))
+
+
 def by_hand() -> Transform:
     """AdamW without decay from its parts, which nothing recognises."""
     return chain(scale_by_adam(), scale_by_learning_rate(LR))
@@ -53,6 +67,8 @@ _CASES: list[tuple[str, Make, Make, float, Shapes, int]] = [
     (f"adapter, adamw, {LARGE}", ours(adamw(LR)), theirs(ADAMW), 1.1, FEW_LARGE, 3),
     (f"adapter, adam, {SMALL}", ours(adam(LR)), theirs(ADAM), 1.1, MANY_SMALL, 20),
     (f"adapter, sgd, momentum, {SMALL}", ours(sgd(LR, momentum=0.9)), theirs(SGD, momentum=0.9), 1.1, MANY_SMALL, 20),
+    (f"adapter, adam from its parts, compiled, {SMALL}", ours(by_hand(), True), theirs(ADAM), 2.0, MANY_SMALL, 20),
+    (f"adapter, clip and adamw, compiled, {LARGE}", ours(clipped(), True), theirs(ADAMW), 2.0, FEW_LARGE, 3),
     (f"adapter, adam from its parts, compiled, {LARGE}", ours(by_hand(), True), theirs(ADAM), 2.0, FEW_LARGE, 3),
     (f"adapter, lion, compiled, {LARGE}", ours(lion(LR), True), theirs(ADAMW), 2.0, FEW_LARGE, 3),
 ]

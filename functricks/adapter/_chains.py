@@ -296,4 +296,6 @@ def _compiled(make: Callable[[list[Tensor]], Transform]) -> Callable[..., None]:
 
     # Compiled code is cached, and limited, by the code object: every optimizer gets one of its own.
     own = types.FunctionType(program.__code__.replace(), program.__globals__, closure=program.__closure__)
-    return torch.compile(own, fullgraph=True, dynamic=False)
+    # Numbers that all leaves share (a clip factor, a bias correction) are computed once. By default the compiler writes
+    # them out into every place that uses them: twice the time a step, and a compile time that explodes with the leaves.
+    return torch.compile(own, fullgraph=True, dynamic=False, options={"realize_opcount_threshold": 8})
