@@ -57,7 +57,7 @@ class Recipe(NamedTuple):
 
     lr: Number = 3e-3
     warmup: int = 100
-    steps: int = 3000
+    steps: int = 2200
     smoothing: Number = 0.1
     epsilon: Number = 0.3
     max_norm: Number = 1.0
@@ -508,7 +508,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"{metric}, floor {found.config['floor']}: {found.value}, difference {found.difference}")
         return 0
     words, held_out, _ = load(300 if given.quick else 12000, limit=1500 if given.quick else None)
-    recipe = Recipe(steps=given.steps or (20 if given.quick else 3000), warmup=5 if given.quick else 100)
+    recipe = Recipe(steps=given.steps or (20 if given.quick else 2200), warmup=5 if given.quick else 100)
     print(f"{len(words.letters)} pairs to train on, {len(held_out.letters)} words held out", flush=True)
     width = 32 if given.quick else given.width
     _, rates = train(
