@@ -8,16 +8,7 @@ import torch
 from torch import Tensor
 
 from functricks.tree._arithmetic import ema, ema_of_squares, root_ratio
-from functricks.tree._lanes import (
-    above_lanes,
-    any_differentiable,
-    below_lanes,
-    is_transformed,
-    lanes,
-    look,
-    may_look,
-    outside_lanes,
-)
+from functricks.tree._lanes import any_differentiable, is_transformed, look, may_look
 from functricks.tree._walking import Tree, columns_of, unflatten
 from functricks.types import Number
 
@@ -40,26 +31,21 @@ def adam(
 
 
 def _adam_fused(columns: list[list[Any]], numbers: list[float], step: Tensor) -> list[list[Tensor]] | None:
-    """Do it on plain tensors or the stacked tensors below the lanes; None where the kernel does not apply."""
-    level = lanes()
-    if torch.compiler.is_compiling() or (level is None and is_transformed()):
+    """Do it by the fused kernel; None where it does not apply.
+
+    Not below the lanes: it takes one step for all of them, so that a lane would round otherwise as soon as another
+    lane has skipped a step.
+    """
+    if not _fusable(columns, step):
         return None
-    found = [[below_lanes(leaf) for leaf in column] for column in columns]
-    stacked, steps = [[leaf for leaf, _ in column] for column in found], below_lanes(step)[0]
-    with outside_lanes():
-        if len({laned for column in found for _, laned in column}) > 1 or not _fusable(stacked, steps):
-            return None
-        direction = [torch.zeros_like(leaf) for leaf in stacked[0]]
-        mu, nu = ([leaf.clone() for leaf in column] for column in stacked[1:])
-        (beta1, beta2, eps), count = numbers, [steps.flatten()[0].float()] * len(direction)
-        torch._fused_adamw_(
-            direction, stacked[0], mu, nu, [], count,
-            lr=-1.0, beta1=beta1, beta2=beta2, weight_decay=0.0, eps=eps, amsgrad=False, maximize=False,
-        )  # fmt: skip
-        results = [direction, mu, nu]
-        if level is None or not found[0][0][1]:
-            return results
-        return [[above_lanes(leaf, level) for leaf in column] for column in results]
+    direction = [torch.zeros_like(leaf) for leaf in columns[0]]
+    mu, nu = ([leaf.clone() for leaf in column] for column in columns[1:])
+    (beta1, beta2, eps), steps = numbers, [step.float()] * len(direction)
+    torch._fused_adamw_(
+        direction, columns[0], mu, nu, [], steps,
+        lr=-1.0, beta1=beta1, beta2=beta2, weight_decay=0.0, eps=eps, amsgrad=False, maximize=False,
+    )  # fmt: skip
+    return [direction, mu, nu]
 
 
 def _adam_by_parts(
@@ -71,11 +57,11 @@ def _adam_by_parts(
     return root_ratio(mu, nu, 1 - kept[0], torch.sqrt(1 - kept[1]), eps), mu, nu
 
 
-def _fusable(columns: list[list[Any]], steps: Tensor) -> bool:
-    """May the fused kernel do it: plain, dense CPU leaves of one dtype, and lanes that have taken as many steps?"""
+def _fusable(columns: list[list[Any]], step: Tensor) -> bool:
+    """May the fused kernel do it: plain, dense CPU leaves of one dtype?"""
+    if torch.compiler.is_compiling() or is_transformed() or not may_look(step):
+        return False
     dtype = columns[0][0].dtype
-    if dtype not in (torch.float32, torch.float64) or any_differentiable(columns) or not may_look(steps):
+    if dtype not in (torch.float32, torch.float64) or any_differentiable(columns):
         return False
-    if any(x.dtype != dtype or not x.is_cpu or not x.is_contiguous() for column in columns for x in column):
-        return False
-    return steps.ndim == 0 or bool((steps == steps[0]).all())
+    return all(x.dtype == dtype and x.is_cpu and x.is_contiguous() for column in columns for x in column)

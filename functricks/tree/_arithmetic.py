@@ -171,19 +171,22 @@ def like_dtype(column: list[Tensor], like: list[Tensor]) -> list[Tensor]:
 
 
 def root_ratio(a: Tree, b: Tree, correction: Number, root_correction: Number, eps: Number) -> Tree:
-    r"""Return :math:`\frac{a / c}{\sqrt{b} / r + \epsilon}`, the direction of the Adam family."""
+    r"""Return :math:`\frac{a / c}{\sqrt{b} / r + \epsilon}`, the direction of the Adam family.
 
-    def many(a: list[Tensor], b: list[Tensor], c: Any, r: Any, eps: Any) -> Sequence[Tensor]:
+    As :math:`a / (\sqrt{b} \, (c / r) + \epsilon c)`: two factors, each computed once for all entries.
+    """
+
+    def many(a: list[Tensor], b: list[Tensor], ratio: Any, shift: Any) -> Sequence[Tensor]:
         below = torch._foreach_sqrt(b)
-        torch._foreach_div_(below, r)
-        torch._foreach_add_(below, eps)
-        torch._foreach_mul_(below, c)
+        torch._foreach_mul_(below, ratio)
+        torch._foreach_add_(below, shift)
         return [torch.div(x, y, out=y) for x, y in zip(a, below, strict=True)]
 
-    def one(a: Tensor, b: Tensor, c: Number, r: Number, eps: Number) -> Tensor:
-        return a / ((sqrt(b) / r + eps) * c)
+    def one(a: Tensor, b: Tensor, ratio: Number, shift: Number) -> Tensor:
+        return a / (sqrt(b) * ratio + shift)
 
-    return apply(one, many, (a, b), (correction, root_correction, eps))
+    c, r, eps = (value.double() if isinstance(value, Tensor) else value for value in (correction, root_correction, eps))
+    return apply(one, many, (a, b), (c / r, eps * c))
 
 
 def where(condition: Tensor, a: Tree, b: Tree) -> Tree:
