@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
-from functricks import Functional, adamw, functional, random, stack, stack_init, train_step, unstack
+from functricks import Functional, adamw, functional, no_decay, random, stack, stack_init, train_step, unstack
 from functricks.gradients import gradient
 from functricks.losses import cross_entropy
 from tests.helpers import assert_close, assert_nonzero, assert_same, lane
@@ -266,3 +266,9 @@ def test_errors() -> None:
         unstack({})
     with pytest.raises(ValueError, match=r"keys must be int64 \[K, 2\], got torch.int64 \[2\]"):
         stack_init(Tied, random.key(0))
+
+
+def test_data_parallel_stands_for_its_module() -> None:
+    model = stack([nn.DataParallel(Tied()), Tied()])
+    assert list(model.params) == list(functional(Tied()).params) == list(no_decay(nn.DataParallel(Tied())))
+    assert [lane.apply(lane.params, lane.buffers, torch.ones(3, 4), train=False)[0].shape for lane in unstack(model)]

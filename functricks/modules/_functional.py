@@ -20,7 +20,7 @@ from functricks import random, tree
 from functricks.modules._functions import AtSite, KeyedFunctions, Site, Watch, draws_by_function, of_torch
 from functricks.modules._hooks import Plan, Replace, Select, Taps
 from functricks.modules._keyed import Keyed, Rate
-from functricks.modules._pure import POOLED, PureBatchNorm, draws_unkeyed, join, purify, subtype
+from functricks.modules._pure import POOLED, PureBatchNorm, draws_unkeyed, join, purify, subtype, unwrapped
 
 Buffers: TypeAlias = dict[str, Tensor]
 Dropout: TypeAlias = Rate | Mapping[str, Rate]
@@ -119,12 +119,11 @@ def functional(
     """
     if randomness not in ("error", "global"):
         raise ValueError(f"functional: randomness must be 'error' or 'global', got {randomness!r}")
-    if isinstance(model, nn.DataParallel):
-        model = model.module  # functional_call refuses the wrapper, and here nothing is left for it to do
+    model = unwrapped(model)
     _check_supported(model)
     title = f"functional of {type(model).__name__}"
     plan = Plan(title, model, observe=observe, intervene=intervene, probes=probes)  # a probe is added last
-    made = _Made(plan, draws_by_function(model), randomness == "error")
+    made = _Made(plan, draws_by_function(model, intervene.values()), randomness == "error")
     params = {name: p.detach().clone() for name, p in model.named_parameters()}
     buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
     # The private copies hold these tensors in the place of the user's, as placeholders that no call ever reads.

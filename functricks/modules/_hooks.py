@@ -113,7 +113,14 @@ class Taps:
                     f"the positional ones; choose the output of the module before it"
                 )
             passed = self._pass(point, args[0] if len(args) == 1 else args)
-            return (passed,) if len(args) == 1 else tuple(passed)
+            if len(args) == 1:
+                return (passed,)
+            if not isinstance(passed, tuple | list):
+                raise TypeError(
+                    f"{self.plan.title}: intervene at {_site(point, 0)!r}, which has {len(args)} positional arguments, "
+                    f"must return the tuple of them, got {type(passed).__name__}"
+                )
+            return tuple(passed)
 
         return module.register_forward_pre_hook(before)
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from functricks import tree
 from functricks.modules._functional import Functional, functional
+from functricks.modules._pure import unwrapped
 
 _SETTING = (bool, int, float, str)  # attributes that say how a module computes: rates, flags; and tuples, as strides
 
@@ -42,6 +43,7 @@ def stack(models: Sequence[nn.Module]) -> Functional:
     """
     if not models:
         raise ValueError("stack: no models; give at least one")
+    models = [unwrapped(model) for model in models]
     first = functional(models[0])
     for index, model in enumerate(models[1:], 1):
         _check_alike(models[0], model, index)
