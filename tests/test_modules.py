@@ -15,6 +15,7 @@ from torch.func import grad, grad_and_value, vmap
 from functricks import random
 from functricks.losses import cross_entropy
 from functricks.modules import Functional, SupervisedCarry, functional, no_decay, supervised, supervised_carry
+from tests.helpers import assert_same
 
 
 class Net(nn.Module):
@@ -582,3 +583,16 @@ def test_no_decay_goes_by_kind() -> None:
         "bias_proj.weight", "fc.weight", "attention.in_proj_weight", "attention.out_proj.weight",
     ]  # fmt: skip
     assert list(no_decay(Model())) == list(functional(Model()).params)
+
+
+@pytest.mark.parametrize("module", [nn.Embedding(5, 3, max_norm=0.5), nn.EmbeddingBag(5, 3, max_norm=0.5)])
+def test_an_embedding_with_max_norm_leaves_its_parameters_alone(module: nn.Module) -> None:
+    model, x = functional(module), torch.tensor([[1, 2], [2, 4]])
+    before = model.params["weight"].clone()
+    found = grad(lambda p: model.apply(p, {}, x)[0].square().sum())(model.params)["weight"]
+    output = model.apply(model.params, {}, x)[0]
+    assert_same(model.params["weight"], before)
+    expected = module(x)  # which writes to the module's own
+    expected.square().sum().backward()
+    assert_same(output, expected.detach())
+    assert_same(found, module.weight.grad)

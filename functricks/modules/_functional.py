@@ -88,7 +88,8 @@ def functional(
             and the like in ``forward``): raise, or let it draw from the global generator. Dropout needs its key anyway.
 
     ``params`` and ``buffers`` are detached copies of the module's. BatchNorm on inputs in half precision computes in
-    the precision of its statistics. A dropout with ``inplace=True`` does not write to its input.
+    the precision of its statistics. A dropout with ``inplace=True`` does not write to its input. An embedding with
+    ``max_norm`` looks rows up at their bounded length, and leaves those in ``params`` as they are.
 
     Raises ValueError for a lazy module that has not seen a batch and for SyncBatchNorm; ``apply`` does for names that
     are missing or unknown, for dropout that has to draw without a key, and for modules that draw random numbers in a
@@ -191,6 +192,7 @@ class _Call:
         self.written: list[tuple[str, str]] = []  # all others, which may be written to in place
         self.buffer_slots: dict[str, str] = {}  # name -> the slot that its new value is read from
         self.pooled_slots: dict[str, str] = {}  # the same, for what accumulate puts beside BatchNorm's statistics
+        self.renormed: list[str] = []  # parameters that an embedding with max_norm writes to
         self.rates: dict[str, float] = {}  # of the dropouts that are in training mode
         self.hashes: dict[str, int] = {}  # by path: what a key is folded with
         self.site = Site() if made.watched else None
@@ -207,6 +209,8 @@ class _Call:
     def _add(self, path: str, module: nn.Module, names: Mapping[int, str]) -> None:
         self.params += [(join(path, a), names[id(p)]) for a, p in module._parameters.items() if p is not None]
         buffers = [(join(path, a), names[id(b)]) for a, b in module._buffers.items() if b is not None]
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            self.renormed.append(names[id(module.weight)])
         if self.strict and draws_unkeyed(module):
             self.unkeyed.append(path)
         purify(module, path, traced=self.traced)
@@ -239,6 +243,8 @@ class _Call:
         pooled = {name: buffer for name, buffer in buffers.items() if name in self.pooled_slots}
         own = {name: buffer for name, buffer in buffers.items() if name not in pooled} if pooled else buffers
         self._check(params, own)
+        if self.renormed:
+            params = {**params, **{name: params[name].clone() for name in self.renormed}}
         values = {slot: params[name] for slot, name in self.params}
         values.update({slot: buffers[name] for slot, name in self.read})
         if self.written:
