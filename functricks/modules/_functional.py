@@ -243,6 +243,8 @@ class _Call:
         pooled = {name: buffer for name, buffer in buffers.items() if name in self.pooled_slots}
         own = {name: buffer for name, buffer in buffers.items() if name not in pooled} if pooled else buffers
         self._check(params, own)
+        if key is not None and not isinstance(key, Tensor):
+            raise TypeError(f"apply of {self.title}: key must come from functricks.random.key(seed), got {key!r}")
         if self.renormed:
             params = {**params, **{name: params[name].clone() for name in self.renormed}}
         values = {slot: params[name] for slot, name in self.params}
@@ -269,6 +271,12 @@ class _Call:
         for what, given, expected in (("params", params, self.param_names), ("buffers", buffers, self.buffer_slots)):
             if given.keys() != expected.keys():
                 missing, unknown = [n for n in expected if n not in given], [n for n in given if n not in expected]
+                apart = [n.removesuffix(".pooled_count") for n in unknown if n.endswith(".pooled_count")]
+                if apart:
+                    raise ValueError(
+                        f'apply of {self.title}: accumulate(batch_norm="pooled") pools BatchNorm only, and '
+                        f"{', '.join(map(repr, apart))} has running statistics too; use another batch_norm="
+                    )
                 raise ValueError(f"apply of {self.title}: {what} lack {missing} and have unknown names {unknown}")
         if self.unkeyed:
             raise ValueError(

@@ -74,9 +74,8 @@ def _selectors(given: Select | Replace, model: nn.Module) -> Iterator[str]:
     elif callable(given):
         chosen = [path for path, module in model.named_modules() if given(path, module)]
         if not chosen:
-            raise ValueError(
-                f"{given!r} chooses no module; have: {', '.join(p for p, _ in model.named_modules() if p)}"
-            )
+            have = ", ".join(path for path, _ in model.named_modules() if path)
+            raise ValueError(f"functional: the selector {given!r} chooses no module; have: {have}")
         yield from chosen
     else:
         yield from given
