@@ -101,6 +101,9 @@ def functional(
     attention) draws from the key too, by the path of the module that calls it. That takes a function mode, which is
     entered where the code of the model's ``forward`` names a function that draws: such a model cannot be called inside
     of a ``scan``. A draw that only a table or a computed name leads to raises in the first eager call that trains.
+    What a function of ``intervene`` or a hook of the module's own draws counts as drawn by the module around it.
+    A padded TransformerEncoder in evaluation makes no nested tensor under a transform, so that padded positions then
+    hold what they hold under ``nn.Module`` with gradients on, not zeros.
     An activation checkpoint that recomputes in the backward pass raises; call it outside of the module.
 
     >>> from functricks import random
