@@ -674,3 +674,52 @@ def test_errors_of_a_call() -> None:
     pure = functional(Keywords(), observe="inner:input")
     with pytest.raises(ValueError, match="'inner:input' is called with keyword arguments only"):
         pure.apply(pure.params, pure.buffers, X)
+
+
+# --- what is put in draws from the key too ---------------------------------------------------------------------------
+
+
+def _drops(x: Tensor) -> Tensor:
+    return F.dropout(x, 0.5)
+
+
+class _Drops:
+    def __call__(self, x: Tensor) -> Tensor:
+        return _drops(x)
+
+
+@pytest.mark.parametrize("replace", [_drops, _Drops(), nn.Dropout(0.5)], ids=["function", "object", "module"])
+def test_an_intervention_draws_from_the_key(replace: Callable[[Tensor], Tensor]) -> None:
+    model = functional(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)), intervene={"0": replace}, observe="1:input")
+    x, keys = torch.ones(4, 2), random.split(random.key(0), 2)
+
+    def hidden(key: Tensor) -> Tensor:
+        seen: Tensor = model.apply(model.params, model.buffers, x, key=key)[0][1]["1:input"]
+        return seen
+
+    assert_same(hidden(keys[0]), hidden(keys[0]))
+    assert_same(vmap(hidden)(keys), torch.stack([hidden(key) for key in keys]))
+    assert not torch.equal(hidden(keys[0]), hidden(keys[1]))
+    with pytest.raises(ValueError, match="no key to draw from"):
+        model.apply(model.params, model.buffers, x)
+
+
+def test_noise_of_an_intervention_and_of_an_own_hook_raises() -> None:
+    def noise(x: Tensor) -> Tensor:
+        return x + torch.randn_like(x)
+
+    own = nn.Sequential(nn.Linear(2, 3))
+    own[0].register_forward_hook(lambda module, args, output: noise(output))
+    for model in (functional(nn.Sequential(nn.Linear(2, 3)), intervene={"0": noise}), functional(own)):
+        with pytest.raises(ValueError, match="calls randn_like, which draws random numbers that no key controls"):
+            model.apply(model.params, model.buffers, torch.ones(1, 2), key=random.key(0))
+
+
+def test_one_tensor_in_the_place_of_several_arguments_raises() -> None:
+    class Pair(nn.Module):
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return a - b
+
+    model = functional(Pair(), intervene={":input": lambda pair: torch.stack(pair)})
+    with pytest.raises(TypeError, match=r"':input', which has 2 positional arguments, must return the tuple"):
+        model.apply({}, {}, torch.ones(2), torch.ones(2))

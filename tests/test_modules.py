@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import grad, grad_and_value, vmap
 
-from functricks import random
+from functricks import accumulate, gradient, random
 from functricks.losses import cross_entropy
 from functricks.modules import Functional, SupervisedCarry, functional, no_decay, supervised, supervised_carry
+from tests.helpers import assert_same
 
 
 class Net(nn.Module):
@@ -582,3 +583,32 @@ def test_no_decay_goes_by_kind() -> None:
         "bias_proj.weight", "fc.weight", "attention.in_proj_weight", "attention.out_proj.weight",
     ]  # fmt: skip
     assert list(no_decay(Model())) == list(functional(Model()).params)
+
+
+@pytest.mark.parametrize("module", [nn.Embedding(5, 3, max_norm=0.5), nn.EmbeddingBag(5, 3, max_norm=0.5)])
+def test_an_embedding_with_max_norm_leaves_its_parameters_alone(module: nn.Module) -> None:
+    model, x = functional(module), torch.tensor([[1, 2], [2, 4]])
+    before = model.params["weight"].clone()
+    found = grad(lambda p: model.apply(p, {}, x)[0].square().sum())(model.params)["weight"]
+    output = model.apply(model.params, {}, x)[0]
+    assert_same(model.params["weight"], before)
+    expected = module(x)  # which writes to the module's own
+    expected.square().sum().backward()
+    assert_same(output, expected.detach())
+    assert_same(found, module.weight.grad)
+
+
+def test_a_key_that_is_a_number_raises() -> None:
+    model = functional(nn.Dropout(0.5))
+    with pytest.raises(TypeError, match=r"apply of Dropout: key must come from functricks.random.key\(seed\), got 3"):
+        model.apply({}, {}, torch.ones(2), key=3)
+
+
+def test_pooling_names_what_it_cannot_pool() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(2), nn.InstanceNorm1d(2, track_running_stats=True))
+    model = functional(module)
+    loss_fn = supervised(model, lambda output, target: (output - target).square().mean())
+    pooled = accumulate(gradient(loss_fn, has_carry=True, has_metrics=True), 2, batch_norm="pooled")
+    x = torch.randn(4, 2, 3)
+    with pytest.raises(ValueError, match="pools BatchNorm only, and '1' has running statistics too"):
+        pooled(model.params, (x, x), supervised_carry(model, random.key(0)))

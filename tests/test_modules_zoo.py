@@ -333,3 +333,23 @@ def test_the_loss_of_a_language_model() -> None:
     assert_close(output.loss, expected.loss)
     logits = output.logits[:, :-1].reshape(-1, 20)
     assert_close(output.loss, F.cross_entropy(logits, tokens[:, 1:].reshape(-1)))
+
+
+def test_a_padded_encoder_in_evaluation_has_lanes_and_takes_probes() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    module = nn.TransformerEncoder(layer, 2).eval()
+    model, probed = functional(module), functional(module, probes="layers.0")
+    mask = torch.tensor([[False, False, False], [False, False, True]])
+    x = torch.randn(2, 2, 3, 8)
+
+    def run(x: Tensor) -> Tensor:
+        return model.apply(model.params, model.buffers, x, src_key_padding_mask=mask)[0]
+
+    def probe(p: Tensor) -> Tensor:
+        out = probed.apply(probed.params, probed.buffers, x[0], src_key_padding_mask=mask, probes={"layers.0": p})[0]
+        return out[~mask].square().sum()
+
+    expected = torch.stack([module(one, src_key_padding_mask=mask)[~mask] for one in x])
+    with torch.no_grad():
+        assert_close(vmap(run)(x)[:, ~mask], expected.detach())
+    assert_nonzero(grad(probe)(torch.zeros(2, 3, 8))[~mask])

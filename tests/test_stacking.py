@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
-from functricks import Functional, adamw, functional, random, stack, stack_init, train_step, unstack
+from functricks import Functional, adamw, functional, no_decay, random, stack, stack_init, train_step, unstack
 from functricks.gradients import gradient
 from functricks.losses import cross_entropy
 from tests.helpers import assert_close, assert_nonzero, assert_same, lane
@@ -266,3 +266,36 @@ def test_errors() -> None:
         unstack({})
     with pytest.raises(ValueError, match=r"keys must be int64 \[K, 2\], got torch.int64 \[2\]"):
         stack_init(Tied, random.key(0))
+
+
+def test_data_parallel_stands_for_its_module() -> None:
+    model = stack([nn.DataParallel(Tied()), Tied()])
+    assert list(model.params) == list(functional(Tied()).params) == list(no_decay(nn.DataParallel(Tied())))
+    assert [lane.apply(lane.params, lane.buffers, torch.ones(3, 4), train=False)[0].shape for lane in unstack(model)]
+
+
+class Holds(nn.Module):
+    def __init__(self, function: Any, config: dict[str, int]) -> None:
+        super().__init__()
+        self.function, self.config = function, config
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x) * self.config["factor"]
+
+
+def test_models_that_hold_other_functions_settings_or_hooks_raise() -> None:
+    def hooked() -> nn.Module:
+        model = Holds(torch.relu, {"factor": 1})
+        model.register_forward_hook(lambda module, args, output: 2 * output)
+        return model
+
+    first = Holds(torch.relu, {"factor": 1})
+    for other, name in (
+        (Holds(torch.tanh, {"factor": 1}), "function"),
+        (Holds(torch.relu, {"factor": 2}), "config"),
+        (hooked(), "_forward_hooks"),
+    ):
+        with pytest.raises(ValueError, match=f"models differ at the setting of '', '{name}'"):
+            stack([first, other])
+    stack([hooked(), hooked()])
+    stack([Holds(lambda x: x, {"factor": 1}) for _ in range(2)])

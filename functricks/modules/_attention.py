@@ -124,6 +124,19 @@ def _additive(mask: Tensor, weights: Tensor) -> Tensor:
     return torch.zeros(mask.shape, dtype=weights.dtype, device=mask.device).masked_fill(mask, -math.inf)
 
 
+class LanesEncoder(nn.TransformerEncoder):
+    """TransformerEncoder that makes no nested tensor, which no transform takes, of a padded batch in evaluation."""
+
+    def forward(self, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not under_transform():
+            return super().forward(src, *args, **kwargs)
+        kept, self.use_nested_tensor = self.use_nested_tensor, False
+        try:
+            return super().forward(src, *args, **kwargs)
+        finally:
+            self.use_nested_tensor = kept
+
+
 class LanesEncoderLayer(nn.TransformerEncoderLayer):
     """TransformerEncoderLayer without torch's kernel for inference where ``vmap`` would call that lane by lane."""
 

@@ -20,7 +20,7 @@ from functricks import random, tree
 from functricks.modules._functions import AtSite, KeyedFunctions, Site, Watch, draws_by_function, of_torch
 from functricks.modules._hooks import Plan, Replace, Select, Taps
 from functricks.modules._keyed import Keyed, Rate
-from functricks.modules._pure import POOLED, PureBatchNorm, draws_unkeyed, join, purify, subtype
+from functricks.modules._pure import POOLED, PureBatchNorm, draws_unkeyed, join, purify, subtype, unwrapped
 
 Buffers: TypeAlias = dict[str, Tensor]
 Dropout: TypeAlias = Rate | Mapping[str, Rate]
@@ -88,7 +88,8 @@ def functional(
             and the like in ``forward``): raise, or let it draw from the global generator. Dropout needs its key anyway.
 
     ``params`` and ``buffers`` are detached copies of the module's. BatchNorm on inputs in half precision computes in
-    the precision of its statistics. A dropout with ``inplace=True`` does not write to its input.
+    the precision of its statistics. A dropout with ``inplace=True`` does not write to its input. An embedding with
+    ``max_norm`` looks rows up at their bounded length, and leaves those in ``params`` as they are.
 
     Raises ValueError for a lazy module that has not seen a batch and for SyncBatchNorm; ``apply`` does for names that
     are missing or unknown, for dropout that has to draw without a key, and for modules that draw random numbers in a
@@ -100,6 +101,9 @@ def functional(
     attention) draws from the key too, by the path of the module that calls it. That takes a function mode, which is
     entered where the code of the model's ``forward`` names a function that draws: such a model cannot be called inside
     of a ``scan``. A draw that only a table or a computed name leads to raises in the first eager call that trains.
+    What a function of ``intervene`` or a hook of the module's own draws counts as drawn by the module around it.
+    A padded TransformerEncoder in evaluation makes no nested tensor under a transform, so that padded positions then
+    hold what they hold under ``nn.Module`` with gradients on, not zeros.
     An activation checkpoint that recomputes in the backward pass raises; call it outside of the module.
 
     >>> from functricks import random
@@ -119,12 +123,11 @@ def functional(
     """
     if randomness not in ("error", "global"):
         raise ValueError(f"functional: randomness must be 'error' or 'global', got {randomness!r}")
-    if isinstance(model, nn.DataParallel):
-        model = model.module  # functional_call refuses the wrapper, and here nothing is left for it to do
+    model = unwrapped(model)
     _check_supported(model)
     title = f"functional of {type(model).__name__}"
     plan = Plan(title, model, observe=observe, intervene=intervene, probes=probes)  # a probe is added last
-    made = _Made(plan, draws_by_function(model), randomness == "error")
+    made = _Made(plan, draws_by_function(model, intervene.values()), randomness == "error")
     params = {name: p.detach().clone() for name, p in model.named_parameters()}
     buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
     # The private copies hold these tensors in the place of the user's, as placeholders that no call ever reads.
@@ -192,6 +195,7 @@ class _Call:
         self.written: list[tuple[str, str]] = []  # all others, which may be written to in place
         self.buffer_slots: dict[str, str] = {}  # name -> the slot that its new value is read from
         self.pooled_slots: dict[str, str] = {}  # the same, for what accumulate puts beside BatchNorm's statistics
+        self.renormed: list[str] = []  # parameters that an embedding with max_norm writes to
         self.rates: dict[str, float] = {}  # of the dropouts that are in training mode
         self.hashes: dict[str, int] = {}  # by path: what a key is folded with
         self.site = Site() if made.watched else None
@@ -208,6 +212,8 @@ class _Call:
     def _add(self, path: str, module: nn.Module, names: Mapping[int, str]) -> None:
         self.params += [(join(path, a), names[id(p)]) for a, p in module._parameters.items() if p is not None]
         buffers = [(join(path, a), names[id(b)]) for a, b in module._buffers.items() if b is not None]
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            self.renormed.append(names[id(module.weight)])
         if self.strict and draws_unkeyed(module):
             self.unkeyed.append(path)
         purify(module, path, traced=self.traced)
@@ -240,6 +246,10 @@ class _Call:
         pooled = {name: buffer for name, buffer in buffers.items() if name in self.pooled_slots}
         own = {name: buffer for name, buffer in buffers.items() if name not in pooled} if pooled else buffers
         self._check(params, own)
+        if key is not None and not isinstance(key, Tensor):
+            raise TypeError(f"apply of {self.title}: key must come from functricks.random.key(seed), got {key!r}")
+        if self.renormed:
+            params = {**params, **{name: params[name].clone() for name in self.renormed}}
         values = {slot: params[name] for slot, name in self.params}
         values.update({slot: buffers[name] for slot, name in self.read})
         if self.written:
@@ -264,6 +274,12 @@ class _Call:
         for what, given, expected in (("params", params, self.param_names), ("buffers", buffers, self.buffer_slots)):
             if given.keys() != expected.keys():
                 missing, unknown = [n for n in expected if n not in given], [n for n in given if n not in expected]
+                apart = [n.removesuffix(".pooled_count") for n in unknown if n.endswith(".pooled_count")]
+                if apart:
+                    raise ValueError(
+                        f'apply of {self.title}: accumulate(batch_norm="pooled") pools BatchNorm only, and '
+                        f"{', '.join(map(repr, apart))} has running statistics too; use another batch_norm="
+                    )
                 raise ValueError(f"apply of {self.title}: {what} lack {missing} and have unknown names {unknown}")
         if self.unkeyed:
             raise ValueError(

@@ -9,10 +9,11 @@ from __future__ import annotations
 import dis
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
@@ -192,8 +193,10 @@ def of_torch(module: nn.Module) -> bool:
     return _of_torch(type(module))
 
 
-def draws_by_function(model: nn.Module) -> bool:
+def draws_by_function(model: nn.Module, others: Iterable[Any] = ()) -> bool:
     """Does the code behind the model's ``forward`` name a torch function that draws, as far as it can be followed?
+
+    Or the code of its hooks, or of ``others``, which run in it too?
 
     Followed are methods of the model's own classes, global names, attributes of Python modules, and closures. What a
     table or a computed attribute holds is not seen, so that :class:`Watch` looks at the first call.
@@ -205,6 +208,8 @@ def draws_by_function(model: nn.Module) -> bool:
     spaces = [vars(kind) for kind in kinds]
     todo: list[Any] = [space["forward"] for space in spaces if "forward" in space]
     todo += [v for m in modules for v in vars(m).values() if callable(v) and not isinstance(v, nn.Module | type)]
+    todo += [hook for m in modules for hooks in (m._forward_pre_hooks, m._forward_hooks) for hook in hooks.values()]
+    todo += [part for other in others for part in _called(other)]
     seen: dict[int, Any] = {}  # by identity, and kept alive: an id names nothing else
     while todo:
         item = todo.pop()
@@ -220,6 +225,15 @@ def draws_by_function(model: nn.Module) -> bool:
         elif not _of_torch(item):
             todo += _parts(item)
     return False
+
+
+def _called(item: Any) -> list[Any]:
+    """Return what calling an object runs: a function is itself, and of an object it is the class that tells."""
+    if isinstance(item, nn.Module):
+        drawing = any(_may_drop(m) or isinstance(m, nn.RReLU) for m in item.modules()) or draws_by_function(item)
+        return [F.dropout] if drawing else []
+    plain = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial, type)
+    return [item] if isinstance(item, plain) else [item, vars(type(item)).get("__call__")]
 
 
 def _may_drop(module: Any) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from functricks.modules._pure import unwrapped
+
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
@@ -24,6 +26,7 @@ def no_decay(model: nn.Module) -> dict[str, bool]:
     {'0.weight': False, '0.bias': True, '1.weight': True, '1.bias': True}
     >>> decay_where = {name: not left_out for name, left_out in no_decay(nn.Linear(2, 3)).items()}
     """
+    model = unwrapped(model)
     left_out: dict[int, bool] = {}
     for module in model.modules():
         for attribute, parameter in module._parameters.items():

@@ -74,9 +74,8 @@ def _selectors(given: Select | Replace, model: nn.Module) -> Iterator[str]:
     elif callable(given):
         chosen = [path for path, module in model.named_modules() if given(path, module)]
         if not chosen:
-            raise ValueError(
-                f"{given!r} chooses no module; have: {', '.join(p for p, _ in model.named_modules() if p)}"
-            )
+            have = ", ".join(path for path, _ in model.named_modules() if path)
+            raise ValueError(f"functional: the selector {given!r} chooses no module; have: {have}")
         yield from chosen
     else:
         yield from given
@@ -113,7 +112,14 @@ class Taps:
                     f"the positional ones; choose the output of the module before it"
                 )
             passed = self._pass(point, args[0] if len(args) == 1 else args)
-            return (passed,) if len(args) == 1 else tuple(passed)
+            if len(args) == 1:
+                return (passed,)
+            if not isinstance(passed, tuple | list):
+                raise TypeError(
+                    f"{self.plan.title}: intervene at {_site(point, 0)!r}, which has {len(args)} positional arguments, "
+                    f"must return the tuple of them, got {type(passed).__name__}"
+                )
+            return tuple(passed)
 
         return module.register_forward_pre_hook(before)
 

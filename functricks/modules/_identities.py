@@ -164,7 +164,9 @@ def clip_gradient(x: Tensor, bound: Number | None = None, *, max_norm: Number | 
 
 
 def _operand(value: Number, x: Tensor) -> Tensor:
-    return torch.as_tensor(value, dtype=x.dtype, device=x.device)
+    # Half precision would round the number first, and a hook that multiplies by it does not.
+    wide = x.dtype if x.dtype.itemsize > 2 else torch.float32
+    return torch.as_tensor(value, dtype=wide, device=x.device)
 
 
 def _by(make: Callable[[Tensor], Transform]) -> Identity:
@@ -177,6 +179,10 @@ def _by(make: Callable[[Tensor], Transform]) -> Identity:
     return replace_gradient(clip)
 
 
-_scaled = replace_gradient(torch.mul)
+def _scale(gradient: Tensor, factor: Tensor) -> Tensor:
+    return (gradient.to(factor.dtype) * factor).to(gradient.dtype)
+
+
+_scaled = replace_gradient(_scale)
 _clipped = _by(clip_by_value)
 _clipped_by_norm = _by(clip_by_global_norm)

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from functricks import random
-from functricks.modules._attention import KeyedAttention, LanesEncoderLayer
+from functricks.modules._attention import KeyedAttention, LanesEncoder, LanesEncoderLayer
 from functricks.modules._keyed import Keyed, Rate, prepare
 from functricks.modules._recurrent import KeyedRNN
 
@@ -22,6 +22,11 @@ Draw: TypeAlias = Callable[[Tensor, Tensor, Any], Tensor]
 
 def join(path: str, attribute: str) -> str:
     return f"{path}.{attribute}" if path else attribute
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return what ``nn.DataParallel`` wraps: functional_call refuses the wrapper, which has nothing to do here."""
+    return unwrapped(model.module) if isinstance(model, nn.DataParallel) else model
 
 
 def purify(module: Any, path: str, *, traced: bool = False) -> None:
@@ -36,6 +41,8 @@ def purify(module: Any, path: str, *, traced: bool = False) -> None:
             module.register_buffer(sibling, None, persistent=False)
     if isinstance(module, nn.TransformerEncoderLayer) and kind.forward is nn.TransformerEncoderLayer.forward:
         module.__class__ = subtype(LanesEncoderLayer, kind)
+    if isinstance(module, nn.TransformerEncoder) and kind.forward is nn.TransformerEncoder.forward:
+        module.__class__ = subtype(LanesEncoder, kind)
     own: Any = module  # after isinstance, mypy would know too much
     for known, draw in _DRAWS.items():
         if isinstance(module, known) and kind.forward is known.forward:

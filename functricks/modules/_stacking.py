@@ -10,8 +10,14 @@ from torch import Tensor, nn
 
 from functricks import tree
 from functricks.modules._functional import Functional, functional
+from functricks.modules._pure import unwrapped
 
-_SETTING = (bool, int, float, str)  # attributes that say how a module computes: rates, flags; and tuples, as strides
+_SETTING = (
+    bool,
+    int,
+    float,
+    str,
+)  # attributes that say how a module computes: rates, flags; also in tuples, lists and dicts
 
 
 def stack(models: Sequence[nn.Module]) -> Functional:
@@ -31,7 +37,8 @@ def stack(models: Sequence[nn.Module]) -> Functional:
         models: at least one; they may differ in the values of parameters and buffers, and in nothing else.
 
     Raises ValueError for models that differ in the names, shapes or dtypes of their parameters or buffers, in what they
-    share, or in the type or a setting of a module (a dropout rate, a stride, the training flag), and names the place.
+    share, in the type or a setting of a module (a dropout rate, a stride, the training flag, a function that it holds)
+    or in its hooks, and names the place.
 
     >>> model = stack([nn.Linear(2, 3), nn.Linear(2, 3)])
     >>> model.params["weight"].shape
@@ -42,6 +49,7 @@ def stack(models: Sequence[nn.Module]) -> Functional:
     """
     if not models:
         raise ValueError("stack: no models; give at least one")
+    models = [unwrapped(model) for model in models]
     first = functional(models[0])
     for index, model in enumerate(models[1:], 1):
         _check_alike(models[0], model, index)
@@ -134,11 +142,25 @@ def _compare(index: int, what: str, first: dict[str, Any], other: dict[str, Any]
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:
-    return {name: repr(value) for name, value in vars(module).items() if name[0] != "_" and _is_setting(value)}
+    shown = {name: _shown(value) for name, value in vars(module).items() if name[0] != "_"}
+    for hooks in ("_forward_pre_hooks", "_forward_hooks"):  # which compute, too
+        shown[hooks] = _shown(list(getattr(module, hooks).values()))
+    return {name: value for name, value in shown.items() if value is not None}
 
 
-def _is_setting(value: Any) -> bool:
-    return all(map(_is_setting, value)) if isinstance(value, tuple) else isinstance(value, _SETTING)
+def _shown(value: Any) -> str | None:
+    """Return a setting as text, by which two can be compared; None for what is no setting."""
+    if isinstance(value, _SETTING):
+        return repr(value)
+    if isinstance(value, dict):
+        items = _shown(list(value.values()))
+        return None if items is None else f"{list(value)}: {items}"
+    if isinstance(value, tuple | list):
+        parts = [_shown(item) for item in value]
+        return None if None in parts else f"({', '.join(map(str, parts))})"
+    if not isinstance(value, nn.Module | Tensor) and callable(value):
+        return getattr(value, "__qualname__", None)  # not the identity: a lambda of __init__ is another in each model
+    return None
 
 
 def _form(tensor: Tensor) -> str:
