@@ -258,19 +258,29 @@ class Loop:
             tree.check_like("Loop: the average", _shaped(self.ema.state_dict()), _shaped(state["ema"]))
         parameters, grads = self._parameters(), window.pop("grads")
         tree.check_like("Loop: the gradients", {name: parameters.get(name, _NONE) for name in grads}, grads)
+        if self.scaler is not None and self.scaler.is_enabled():
+            _check_names("the scaler's state", set(self.scaler.state_dict()), state["scaler"])
+        clip = self._clip_from(state["clip"]) if isinstance(self.clip, Transform) else None
         self.optimizer.load_state_dict(state["optimizer"])  # checks before it writes
         for name, part in parts.items():
             if name != "optimizer":
                 part.load_state_dict(state[name])
-        if isinstance(self.clip, Transform):
-            leaves, structure = tree.flatten(self.clip.init(self._values()))
-            self._clip_state = tree.unflatten(structure, state["clip"] or leaves)
+        self._clip_state = clip
         self.reset()
         for name, grad in grads.items():
             parameters[name].grad = grad.to(parameters[name].device, copy=True)
         self.updates = window.pop("updates")
         device = next(iter(parameters.values())).device
         self._window = _Window(**tree.map(lambda x: x.to(device) if isinstance(x, Tensor) else x, window))
+
+    def _clip_from(self, saved: list[Tensor]) -> Any:
+        """Return the state of the transform that clips, with the saved leaves; raise where it has others."""
+        assert isinstance(self.clip, Transform)
+        leaves, structure = tree.flatten(self.clip.init(self._values()))
+        if saved:
+            tree.check_like("Loop: the state of clip", leaves, saved)
+        moved = [leaf.to(own.device, copy=True) for leaf, own in zip(saved, leaves, strict=False)]
+        return tree.unflatten(structure, moved or leaves)
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -377,6 +387,8 @@ class Loop:
             for grad in grads:
                 grad.mul_(factor.to(grad.device))
         norm = nn.utils.get_total_norm([_entries(grad) for grad in grads])
+        if not torch.isfinite(norm):  # the norm may have left the range of half precision, with finite gradients
+            norm = _wide_norm([_entries(grad) for grad in grads])
         scaling = self.scaler is not None and self.scaler.is_enabled()
         applied = bool(torch.isfinite(norm)) or not (self.skip_nonfinite or scaling)
         if applied:
@@ -555,6 +567,12 @@ def _batch_length(batch: Any) -> float:
 
 def _entries(grad: Tensor) -> Tensor:
     return grad.coalesce().values() if grad.layout == torch.sparse_coo else grad
+
+
+def _wide_norm(grads: list[Tensor]) -> Tensor:
+    norms = [torch.linalg.vector_norm(grad, dtype=torch.float64).to(grads[0].device) for grad in grads]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm
 
 
 def _shaped(state: Mapping[str, Any]) -> dict[str, Tensor]:
