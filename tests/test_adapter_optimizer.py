@@ -637,6 +637,16 @@ def test_momentum_may_have_been_switched_before_saving() -> None:
     train(model, copied, 1, 0)
 
 
+def test_a_chain_loads_its_own_state_after_a_switch() -> None:
+    model, optimizer = trained(
+        lambda model: adapter.Optimizer(model.parameters(), functricks.chain(functricks.sgd(0.1, momentum=0.9)))
+    )
+    for momentum in (0.0, 0.5):
+        optimizer.param_groups[0]["momentum"] = momentum
+        optimizer.load_state_dict(optimizer.state_dict())
+        train(model, optimizer, 1, 0)
+
+
 def test_closures_cannot_be_pickled_but_copied() -> None:
     _, optimizer = trained(lambda model: adapter.Optimizer(model.named_parameters(), OTHERS["partition"]()))
     copy.deepcopy(optimizer).step()

@@ -198,6 +198,9 @@ def test_errors() -> None:
         adapter.Scheduler(ours(), 0.1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="needs at least one"):
         adapter.Scheduler(ours(), {})
+    rateless = adapter.Optimizer([parameter()], functricks.chain(functricks.sgd(0.1), functricks.sgd(1.0)))
+    with pytest.raises(ValueError, match="group 0 of the optimizer shows no lr"):
+        adapter.Scheduler(rateless, schedules.constant(0.1))
     with pytest.raises(TypeError, match="is not an Optimizer"):
         adapter.Scheduler(None, schedules.constant(0.1))  # type: ignore[arg-type]
 

@@ -72,6 +72,12 @@ class Scheduler(LRScheduler):
         self._pending = False
         default = getattr(optimizer, "defaults", {}).get("lr")
         self._default = float(default) if isinstance(default, (int, float, Tensor)) else None  # a copy of a tensor
+        for i, group in enumerate(getattr(optimizer, "param_groups", ())):
+            if "lr" not in group:
+                raise ValueError(
+                    f"Scheduler: group {i} of the optimizer shows no lr: its transform has learning rates of its own; "
+                    "give the schedule to the transform"
+                )
         self.optimizer = optimizer
         if hasattr(optimizer, "param_groups") and not isinstance(schedule, Mapping) and not self._refer():
             rates = ", ".join(str(float(group.get("initial_lr", group["lr"]))) for group in optimizer.param_groups)
