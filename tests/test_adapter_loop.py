@@ -745,6 +745,24 @@ def test_data_parallel_and_compiled_models() -> None:
     assert_same(found[1], found[0])
 
 
+def test_a_step_that_raises_leaves_the_scaler_ready() -> None:
+    model = Weight()
+    loop = Loop(model, times, SGD(model.parameters(), 0.1), scaler=torch.amp.GradScaler("cpu", init_scale=4.0))
+
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = loop.optimizer.register_step_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        loop.step(numbers(1))
+    hook.remove()
+    before = model.w.item()
+    assert loop.step(numbers(1)).applied
+    assert model.w.item() == pytest.approx(before - 0.1)
+    assert loop.scaler is not None
+    assert loop.scaler.get_scale() == 4.0
+
+
 def test_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
     def stream() -> Iterator[Tensor]:
         yield from [numbers(1)] * 3
@@ -784,3 +802,11 @@ def test_arguments_that_do_not_fit_together() -> None:
     for loss_fn, got in zip(bad, (r"a tensor of shape \(2,\)", "float"), strict=True):
         with pytest.raises(ValueError, match=f"Loop: loss_fn must return a Loss or a 0-d tensor, got {got}"):
             Loop(model, loss_fn, optimizer).step(numbers(1, 2))
+    wrong: list[tuple[Callable[..., Any], str]] = [
+        (times, "must return \\(loss, dict\\), got a"),
+        (lambda model, x: (model.w * x.sum(), {"a": 3.0}), "the metric 'a' must be a 0-d tensor, got 3.0"),
+        (lambda model, x: (model.w * x.sum(), {"a": x}), r"the metric 'a' must be a 0-d tensor, got .* \(2,\)"),
+    ]
+    for loss_fn, match in wrong:
+        with pytest.raises(TypeError, match=match):
+            Loop(model, loss_fn, optimizer, has_metrics=True).step(numbers(1, 2))

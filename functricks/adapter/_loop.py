@@ -329,7 +329,7 @@ class Loop:
     def _evaluate(self, model: nn.Module, batch: Batch) -> _Found:
         with self._autocast():
             answer = self.loss_fn(model, batch)
-        loss, metrics = answer if self.has_metrics else (answer, {})
+        loss, metrics = _with_metrics(answer) if self.has_metrics else (answer, {})
         if isinstance(loss, Loss):
             wide = tree.compute_dtype(loss.values.dtype)
             weight = loss.weights.detach().sum().to(torch.promote_types(wide, loss.weights.dtype))
@@ -369,7 +369,12 @@ class Loop:
         weight = torch.where(totals[0] == 0, 1, totals[0])
         means = dict(zip(window.sums, totals[1:] / weight, strict=True))
         metrics = {name.removeprefix("metrics."): value for name, value in means.items() if name != "loss"}
-        norm, applied = self._apply(window.reference / weight if window.micro_batches > 1 else None)
+        try:
+            norm, applied = self._apply(window.reference / weight if window.micro_batches > 1 else None)
+        except BaseException:
+            if self.scaler is not None:
+                self.scaler.update(self.scaler.get_scale())  # else it takes the next gradients for unscaled already
+            raise
         if norm is None:
             norm = torch.zeros_like(weight)
         flag = torch.full_like(weight, applied, dtype=torch.bool)
@@ -550,6 +555,16 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+def _with_metrics(answer: Any) -> tuple[Any, dict[str, Tensor]]:
+    if not isinstance(answer, tuple) or isinstance(answer, Loss) or len(answer) != 2 or not isinstance(answer[1], dict):
+        raise TypeError(f"Loop: with has_metrics, loss_fn must return (loss, dict), got a {type(answer).__name__}")
+    for name, value in answer[1].items():
+        if not isinstance(value, Tensor) or value.ndim:
+            got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise TypeError(f"Loop: the metric {name!r} must be a 0-d tensor, got {got}")
+    return answer
 
 
 def _batch_length(batch: Any) -> float:
