@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import functricks
 from functricks import adapter, schedules
+from functricks.adapter._kernels import _CLASSES
 from functricks.types import Transform
 from tests.helpers import assert_close, assert_same
 
@@ -614,6 +615,29 @@ def test_a_state_of_another_optimizer_is_refused_at_once(kernel: bool) -> None:
     assert_same(optimizer.state_dict()["state"], before["state"])
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
     train(model, optimizer, 2, 0)
+
+
+@pytest.mark.parametrize("name", sorted(_CLASSES))
+def test_every_kernel_loads_its_own_state_again_and_again(name: str) -> None:
+    shapes: list[tuple[int, ...]] = [(3, 2)] if name == "muon" else [(), (3,), (3, 2), (2, 3, 2)]
+    parameters = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+    optimizer = adapter.Optimizer(parameters, getattr(functricks, name), lr=0.1)
+    for _ in range(3):
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    another = {"adam": "sgd", "adamw": "sgd"}.get(name, "adamw")
+    if name != "radam":  # which has the keys of adam
+        single = adapter.Optimizer([nn.Parameter(torch.ones(shapes[-1]))], getattr(functricks, name), lr=0.1)
+        with pytest.raises(ValueError, match=r"saved by another optimizer|keeps"):
+            single.load_state_dict(_one_step(another).state_dict())
+
+
+def _one_step(name: str) -> torch.optim.Optimizer:
+    optimizer = adapter.Optimizer(with_gradient(2), getattr(functricks, name), lr=0.1)
+    optimizer.step()
+    return optimizer
 
 
 def test_a_state_of_a_chain_is_refused_by_a_kernel() -> None:

@@ -91,7 +91,7 @@ class Kernels:
             filled = {**saved, "params": []}
             self.engine.param_groups, self.engine.state = [filled], defaultdict(dict)
             self.engine.__setstate__({})  # what the class adds to older states is not missing
-            lacking = [key for key in self.defaults if key not in filled]
+            lacking = [key for key in self.parameters if key in self.defaults and key not in filled]
             if lacking:
                 raise ValueError(
                     f"Optimizer.load_state_dict: group {i} of the state has no {', '.join(lacking)}, which {name} "
