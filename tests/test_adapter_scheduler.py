@@ -297,6 +297,20 @@ def test_start_after_some_steps() -> None:
     assert scheduler.get_last_lr() == [0.0625]
 
 
+@EITHER
+def test_starts_in_the_middle_with_a_fresh_optimizer(make: Callable[..., torch.optim.Optimizer]) -> None:
+    """Case C18 c."""
+    optimizer = make(1.0)
+    scheduler = adapter.Scheduler(optimizer, schedules.cosine_annealing(1.0, 10), last_epoch=3)
+    assert scheduler.get_last_lr() == pytest.approx([0.6545085])
+    assert optimizer.param_groups[0]["initial_lr"] == 1.0
+
+
+def test_a_state_without_a_step_is_none_of_a_scheduler() -> None:
+    with pytest.raises(ValueError, match=r"the state has no 'last_epoch', only \['gamma'\]"):
+        adapter.Scheduler(ours(), schedules.constant(0.1)).load_state_dict({"gamma": 0.5})
+
+
 def test_two_schedules_on_one_rate_raise() -> None:
     optimizer = ours(schedules.constant(0.1))
     adapter.Scheduler(optimizer, schedules.constant(0.2))

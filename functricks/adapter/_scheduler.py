@@ -37,7 +37,7 @@ class Scheduler(LRScheduler):
         optimizer: any ``torch.optim.Optimizer``, :class:`Optimizer` among them.
         schedule: a schedule, as from :mod:`functricks.schedules`; or ``{label: schedule}``, where a group's label is
             its ``"name"``, or else its index, and the schedule gives the rate itself.
-        last_epoch: the number of counted steps to start after; -1 for a fresh start.
+        last_epoch: go on with the step after this one, as PyTorch does, also with a fresh optimizer; -1 to start.
 
     Raises ``ValueError`` for a group whose label has no schedule, and where one schedule is given for groups of unlike
     rates of which none is the optimizer's default: it does not say whose rate it gives.
@@ -78,6 +78,8 @@ class Scheduler(LRScheduler):
                     f"Scheduler: group {i} of the optimizer shows no lr: its transform has learning rates of its own; "
                     "give the schedule to the transform"
                 )
+            if last_epoch >= 0:  # a fresh optimizer will do: the rate does not come from the last one
+                group.setdefault("initial_lr", group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"])
         self.optimizer = optimizer
         if hasattr(optimizer, "param_groups") and not isinstance(schedule, Mapping) and not self._refer():
             rates = ", ".join(str(float(group.get("initial_lr", group["lr"]))) for group in optimizer.param_groups)
@@ -194,6 +196,8 @@ class Scheduler(LRScheduler):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go to the step of a state, and write its learning rates; a state of one of PyTorch's schedulers will do."""
+        if "last_epoch" not in state_dict:
+            raise ValueError(f"Scheduler.load_state_dict: the state has no 'last_epoch', only {sorted(state_dict)}")
         self.last_epoch = int(state_dict["last_epoch"])
         self._step_count = int(state_dict.get("_step_count", self.last_epoch + 1))
         self._pending = bool(state_dict.get("pending", False))
