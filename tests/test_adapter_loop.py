@@ -572,6 +572,37 @@ def test_a_state_of_another_loop_changes_nothing() -> None:
         assert_same(loop.state_dict()[part], before[part])
 
 
+def test_a_scaler_or_a_clip_of_another_kind_changes_nothing() -> None:
+    def loop(enabled: bool, clip: Any, seed: int) -> Loop:
+        made = make_loop(seed, clip=clip, scaler=torch.amp.GradScaler("cpu", enabled=enabled))
+        for batch in batches(3):
+            made.step(batch)
+        return made
+
+    ours = loop(True, ft.trace(0.9), 0)
+    before = copy.deepcopy(ours.state_dict())
+    with pytest.raises(ValueError, match=r"Loop: the scaler's state is from another loop; missing: \['_growth"):
+        ours.load_state_dict(loop(False, ft.trace(0.9), 1).state_dict())
+    with pytest.raises(ValueError, match="Loop: the state of clip: trees differ"):
+        ours.load_state_dict(loop(True, ft.scale_by_adam(), 1).state_dict())
+    assert_same(ours.state_dict()["model"], before["model"])
+    assert_same(ours.state_dict()["optimizer"]["state"], before["optimizer"]["state"])
+    disabled = loop(False, ft.trace(0.9), 1)
+    disabled.load_state_dict(before)  # as PyTorch: a scaler that is off has nothing to load
+    assert_same(disabled.state_dict()["model"], before["model"])
+
+
+@pytest.mark.parametrize(("dtype", "slope"), [(torch.float16, 1e3), (torch.float32, 1e25)])
+def test_a_norm_out_of_range_of_finite_gradients_is_no_reason_to_skip(dtype: torch.dtype, slope: float) -> None:
+    model = nn.Linear(10_000, 1, bias=False).to(dtype)
+    loop = Loop(model, lambda model, x: model(x).float().sum(), SGD(model.parameters(), 1.0), clip=1.0)
+    before = model.weight.detach().clone()
+    info = loop.step(torch.full((1, 10_000), slope, dtype=dtype))
+    assert info.applied
+    assert info.grad_norm.item() == pytest.approx(100 * slope, rel=1e-3)
+    assert (before - model.weight).float().norm().item() == pytest.approx(1, rel=0.01)
+
+
 def test_a_loss_that_raises_takes_its_window_with_it() -> None:
     model = Tagger()
     before = values(model)
@@ -714,6 +745,24 @@ def test_data_parallel_and_compiled_models() -> None:
     assert_same(found[1], found[0])
 
 
+def test_a_step_that_raises_leaves_the_scaler_ready() -> None:
+    model = Weight()
+    loop = Loop(model, times, SGD(model.parameters(), 0.1), scaler=torch.amp.GradScaler("cpu", init_scale=4.0))
+
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = loop.optimizer.register_step_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        loop.step(numbers(1))
+    hook.remove()
+    before = model.w.item()
+    assert loop.step(numbers(1)).applied
+    assert model.w.item() == pytest.approx(before - 0.1)
+    assert loop.scaler is not None
+    assert loop.scaler.get_scale() == 4.0
+
+
 def test_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
     def stream() -> Iterator[Tensor]:
         yield from [numbers(1)] * 3
@@ -753,3 +802,11 @@ def test_arguments_that_do_not_fit_together() -> None:
     for loss_fn, got in zip(bad, (r"a tensor of shape \(2,\)", "float"), strict=True):
         with pytest.raises(ValueError, match=f"Loop: loss_fn must return a Loss or a 0-d tensor, got {got}"):
             Loop(model, loss_fn, optimizer).step(numbers(1, 2))
+    wrong: list[tuple[Callable[..., Any], str]] = [
+        (times, "must return \\(loss, dict\\), got a"),
+        (lambda model, x: (model.w * x.sum(), {"a": 3.0}), "the metric 'a' must be a 0-d tensor, got 3.0"),
+        (lambda model, x: (model.w * x.sum(), {"a": x}), r"the metric 'a' must be a 0-d tensor, got .* \(2,\)"),
+    ]
+    for loss_fn, match in wrong:
+        with pytest.raises(TypeError, match=match):
+            Loop(model, loss_fn, optimizer, has_metrics=True).step(numbers(1, 2))

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import functricks
 from functricks import adapter, schedules
+from functricks.adapter._kernels import _CLASSES
 from functricks.types import Transform
 from tests.helpers import assert_close, assert_same
 
@@ -597,6 +598,77 @@ def test_load_changes_nothing_when_it_fails() -> None:
     _, scheduled = trained(KINDS["schedule"])
     with pytest.raises(ValueError, match="saved without a schedule"):
         scheduled.load_state_dict(other.state_dict())
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_a_state_of_another_optimizer_is_refused_at_once(kernel: bool) -> None:
+    """Before anything is changed, and not by a KeyError in the middle of a later step."""
+    model, optimizer = trained(KINDS["kernel" if kernel else "chain"], 2)
+    before = copy.deepcopy(optimizer.state_dict())
+    sgd = torch.optim.SGD(model.named_parameters(), 0.1, momentum=0.9)
+    fresh = sgd.state_dict()
+    sgd.step()
+    match = "group 0 of the state has no betas, eps.*saved by another optimizer"
+    for state in (fresh, sgd.state_dict()):
+        with pytest.raises(ValueError, match=match):
+            optimizer.load_state_dict(state)
+    assert_same(optimizer.state_dict()["state"], before["state"])
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+    train(model, optimizer, 2, 0)
+
+
+@pytest.mark.parametrize("name", sorted(_CLASSES))
+def test_every_kernel_loads_its_own_state_again_and_again(name: str) -> None:
+    shapes: list[tuple[int, ...]] = [(3, 2)] if name == "muon" else [(), (3,), (3, 2), (2, 3, 2)]
+    parameters = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+    optimizer = adapter.Optimizer(parameters, getattr(functricks, name), lr=0.1)
+    for _ in range(3):
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    another = {"adam": "sgd", "adamw": "sgd"}.get(name, "adamw")
+    if name != "radam":  # which has the keys of adam
+        single = adapter.Optimizer([nn.Parameter(torch.ones(shapes[-1]))], getattr(functricks, name), lr=0.1)
+        with pytest.raises(ValueError, match=r"saved by another optimizer|keeps"):
+            single.load_state_dict(_one_step(another).state_dict())
+
+
+def _one_step(name: str) -> torch.optim.Optimizer:
+    optimizer = adapter.Optimizer(with_gradient(2), getattr(functricks, name), lr=0.1)
+    optimizer.step()
+    return optimizer
+
+
+def test_a_state_of_a_chain_is_refused_by_a_kernel() -> None:
+    model, optimizer = trained(KINDS["kernel"], 2)
+    _, other = trained(KINDS["chain"], 2)
+    with pytest.raises(ValueError, match="the state of parameter 0 has mu, nu; AdamW keeps exp_avg, exp_avg_sq, step"):
+        optimizer.load_state_dict(other.state_dict())
+    train(model, optimizer, 2, 0)
+
+
+def test_momentum_may_have_been_switched_before_saving() -> None:
+    model, optimizer = trained(
+        lambda model: adapter.Optimizer(model.parameters(), functricks.sgd, lr=0.1, momentum=0.9)
+    )
+    optimizer.param_groups[0]["momentum"] = 0.0
+    copied = adapter.Optimizer(model.parameters(), functricks.sgd, lr=0.1)
+    copied.load_state_dict(optimizer.state_dict())
+    train(model, copied, 1, 0)
+    copied.param_groups[0]["momentum"] = 0.5
+    copied.load_state_dict(copied.state_dict())
+    train(model, copied, 1, 0)
+
+
+def test_a_chain_loads_its_own_state_after_a_switch() -> None:
+    model, optimizer = trained(
+        lambda model: adapter.Optimizer(model.parameters(), functricks.chain(functricks.sgd(0.1, momentum=0.9)))
+    )
+    for momentum in (0.0, 0.5):
+        optimizer.param_groups[0]["momentum"] = momentum
+        optimizer.load_state_dict(optimizer.state_dict())
+        train(model, optimizer, 1, 0)
 
 
 def test_closures_cannot_be_pickled_but_copied() -> None:

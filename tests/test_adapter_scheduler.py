@@ -198,6 +198,9 @@ def test_errors() -> None:
         adapter.Scheduler(ours(), 0.1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="needs at least one"):
         adapter.Scheduler(ours(), {})
+    rateless = adapter.Optimizer([parameter()], functricks.chain(functricks.sgd(0.1), functricks.sgd(1.0)))
+    with pytest.raises(ValueError, match="group 0 of the optimizer shows no lr"):
+        adapter.Scheduler(rateless, schedules.constant(0.1))
     with pytest.raises(TypeError, match="is not an Optimizer"):
         adapter.Scheduler(None, schedules.constant(0.1))  # type: ignore[arg-type]
 
@@ -294,8 +297,70 @@ def test_start_after_some_steps() -> None:
     assert scheduler.get_last_lr() == [0.0625]
 
 
+@EITHER
+def test_starts_in_the_middle_with_a_fresh_optimizer(make: Callable[..., torch.optim.Optimizer]) -> None:
+    """Case C18 c."""
+    optimizer = make(1.0)
+    scheduler = adapter.Scheduler(optimizer, schedules.cosine_annealing(1.0, 10), last_epoch=3)
+    assert scheduler.get_last_lr() == pytest.approx([0.6545085])
+    assert optimizer.param_groups[0]["initial_lr"] == 1.0
+
+
+def test_a_state_without_a_step_is_none_of_a_scheduler() -> None:
+    with pytest.raises(ValueError, match=r"the state has no 'last_epoch', only \['gamma'\]"):
+        adapter.Scheduler(ours(), schedules.constant(0.1)).load_state_dict({"gamma": 0.5})
+
+
 def test_two_schedules_on_one_rate_raise() -> None:
     optimizer = ours(schedules.constant(0.1))
     adapter.Scheduler(optimizer, schedules.constant(0.2))
     with pytest.raises(ValueError, match="a schedule decides this learning rate"):
         optimizer.step()
+
+
+# --- whose rate a schedule gives -------------------------------------------------------------------------------------
+
+
+@EITHER
+def test_one_rate_that_is_not_the_default_is_the_schedules(make: Callable[[], torch.optim.Optimizer]) -> None:
+    """Groups that all name their rate leave the optimizer's default, 1e-3, without a meaning."""
+    groups = [{"params": [parameter()], "lr": 0.1}, {"params": [parameter()], "lr": 0.1}]
+    optimizer = type(make())(groups, functricks.sgd) if make is ours else torch.optim.SGD(groups)  # type: ignore[call-arg]
+    scheduler = adapter.Scheduler(optimizer, schedules.exponential_decay(0.1, gamma=0.5))
+    assert scheduler.get_last_lr() == [0.1, 0.1]
+    optimizer.add_param_group({"params": [parameter()], "lr": 0.2})
+    rates(optimizer, scheduler, 1)
+    assert scheduler.get_last_lr() == pytest.approx([0.05, 0.05, 0.1])
+
+
+def test_unlike_rates_without_the_default_need_a_schedule_each() -> None:
+    groups = [{"params": [parameter()], "lr": 0.1}, {"params": [parameter()], "lr": 0.2}]
+    optimizer = adapter.Optimizer(groups, functricks.sgd)
+    with pytest.raises(ValueError, match=r"rates 0\.1, 0\.2, of which none is the optimizer's default \(0\.001\)"):
+        adapter.Scheduler(optimizer, schedules.constant(0.1))
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
+    each = adapter.Scheduler(optimizer, {0: schedules.constant(0.5), 1: schedules.constant(1.0)})
+    assert each.get_last_lr() == [0.5, 1.0]
+
+
+def test_a_factory_without_a_default_rate() -> None:
+    def factory(lr: float) -> functricks.Transform:
+        return functricks.chain(functricks.clip_by_global_norm(1.0), functricks.sgd(lr))
+
+    optimizer = adapter.Optimizer([{"params": [parameter()], "lr": 0.1}], factory)
+    scheduler = adapter.Scheduler(optimizer, schedules.exponential_decay(0.1, gamma=0.5))
+    assert rates(optimizer, scheduler, 2) == [0.1, 0.05]
+
+
+@pytest.mark.parametrize("first", ["load", "make"])
+def test_resumes_under_another_rate(first: str) -> None:
+    """The rate is the schedule's, not its share of the rate with which the saved run began."""
+    old = ours(0.1)
+    adapter.Scheduler(old, schedules.constant(0.1))
+    optimizer = ours(0.01)
+    if first == "load":
+        optimizer.load_state_dict(old.state_dict())
+    scheduler = adapter.Scheduler(optimizer, schedules.constant(0.01))
+    if first == "make":
+        optimizer.load_state_dict(old.state_dict())
+    assert scheduler.get_last_lr() == [0.01]

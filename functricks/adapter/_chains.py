@@ -61,7 +61,7 @@ class Plan:
         for i, buffer in enumerate(self.live):
             if isinstance(values[i], Tensor):
                 buffer.copy_(values[i])
-            elif values[i] != self.values[i]:
+            elif isinstance(self.values[i], Tensor) or values[i] != self.values[i]:
                 buffer.fill_(values[i])
         self.values = values
 
@@ -201,6 +201,16 @@ class Chains:
     def restored(self, optimizer: Optimizer) -> None:
         """Nothing to fill in."""
 
+    def check(self, found: dict[str, Any], groups: list[dict[str, Any]]) -> None:
+        """Raise where the groups of a state to load lack a hyper-parameter."""
+        for i, saved in enumerate(found["param_groups"]):
+            lacking = [name for name in self.recipe.hyperparameters if name not in saved]
+            if lacking:
+                raise ValueError(
+                    f"Optimizer.load_state_dict: group {i} of the state has no {', '.join(lacking)}, which this "
+                    "transform needs; it was saved by another optimizer"
+                )
+
     def check_loaded(self, optimizer: Optimizer) -> None:
         """Raise where a loaded state is another transform's."""
         groups = optimizer.param_groups
@@ -212,7 +222,10 @@ class Chains:
         found: dict[str | int, set[str]] = {name: set(optimizer.state.get(p, ())) for name, p in params.items()}
         found.update({i: set(group.get(SHARED, ())) for i, group in enumerate(groups)})
         for owner, keys in found.items():
-            if keys and keys != expected.get(owner, set()):
+            lacking, extra = expected.get(owner, set()) - keys, keys - expected.get(owner, set())
+            # A hyper-parameter that was switched on or off leaves too few keys or too many, but not both.
+            switched = self.recipe.maker is not None and not (lacking and extra)
+            if keys and keys != expected.get(owner, set()) and not switched:
                 where = f"group {owner}" if isinstance(owner, int) else owner
                 raise ValueError(
                     f"Optimizer.load_state_dict: the state of {where} has {', '.join(sorted(keys))}; this transform "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -82,6 +83,41 @@ class Kernels:
         """Take the step."""
         self._lend(optimizer)
         self.unhooked_step(self.engine)
+
+    def check(self, found: dict[str, Any], groups: list[dict[str, Any]]) -> None:
+        """Raise where a state to load is not of this class, which would tell in the middle of a later step."""
+        name = type(self.engine).__name__
+        for i, (saved, group) in enumerate(zip(found["param_groups"], groups, strict=False)):
+            filled = {**saved, "params": []}
+            self.engine.param_groups, self.engine.state = [filled], defaultdict(dict)
+            self.engine.__setstate__({})  # what the class adds to older states is not missing
+            lacking = [key for key in self.parameters if key in self.defaults and key not in filled]
+            if lacking:
+                raise ValueError(
+                    f"Optimizer.load_state_dict: group {i} of the state has no {', '.join(lacking)}, which {name} "
+                    "needs; it was saved by another optimizer"
+                )
+            needed: dict[int, set[str]] = {}
+            for number, param in zip(saved["params"], group["params"], strict=False):
+                own = found["state"].get(number)
+                if own and param.ndim not in needed:
+                    needed[param.ndim] = self._keys(filled, param.ndim)
+                if own and not needed[param.ndim] <= own.keys():
+                    raise ValueError(
+                        f"Optimizer.load_state_dict: the state of parameter {number} has {', '.join(sorted(own))}; "
+                        f"{name} keeps {', '.join(sorted(needed[param.ndim]))}"
+                    )
+
+    def _keys(self, group: dict[str, Any], ndim: int) -> set[str]:
+        """Return what the class cannot step without, found out on a parameter of one element."""
+        skipped = ("params", "lr", "foreach", "fused", "capturable")
+        options = {key: group[key] for key in self.parameters if key in group and key not in skipped}
+        probe = torch.zeros([1] * ndim, device="cpu")
+        probe.grad = torch.zeros_like(probe)
+        engine = type(self.engine)([probe], **options)
+        with torch.no_grad():
+            self.unhooked_step(engine)
+        return set(engine.state[probe]) - {"momentum_buffer"}  # SGD starts one where there is none
 
     def restored(self, optimizer: torch.optim.Optimizer) -> None:
         """Fill in what an older state lacks, as the class does."""

@@ -258,19 +258,29 @@ class Loop:
             tree.check_like("Loop: the average", _shaped(self.ema.state_dict()), _shaped(state["ema"]))
         parameters, grads = self._parameters(), window.pop("grads")
         tree.check_like("Loop: the gradients", {name: parameters.get(name, _NONE) for name in grads}, grads)
+        if self.scaler is not None and self.scaler.is_enabled():
+            _check_names("the scaler's state", set(self.scaler.state_dict()), state["scaler"])
+        clip = self._clip_from(state["clip"]) if isinstance(self.clip, Transform) else None
         self.optimizer.load_state_dict(state["optimizer"])  # checks before it writes
         for name, part in parts.items():
             if name != "optimizer":
                 part.load_state_dict(state[name])
-        if isinstance(self.clip, Transform):
-            leaves, structure = tree.flatten(self.clip.init(self._values()))
-            self._clip_state = tree.unflatten(structure, state["clip"] or leaves)
+        self._clip_state = clip
         self.reset()
         for name, grad in grads.items():
             parameters[name].grad = grad.to(parameters[name].device, copy=True)
         self.updates = window.pop("updates")
         device = next(iter(parameters.values())).device
         self._window = _Window(**tree.map(lambda x: x.to(device) if isinstance(x, Tensor) else x, window))
+
+    def _clip_from(self, saved: list[Tensor]) -> Any:
+        """Return the state of the transform that clips, with the saved leaves; raise where it has others."""
+        assert isinstance(self.clip, Transform)
+        leaves, structure = tree.flatten(self.clip.init(self._values()))
+        if saved:
+            tree.check_like("Loop: the state of clip", leaves, saved)
+        moved = [leaf.to(own.device, copy=True) for leaf, own in zip(saved, leaves, strict=False)]
+        return tree.unflatten(structure, moved or leaves)
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -319,7 +329,7 @@ class Loop:
     def _evaluate(self, model: nn.Module, batch: Batch) -> _Found:
         with self._autocast():
             answer = self.loss_fn(model, batch)
-        loss, metrics = answer if self.has_metrics else (answer, {})
+        loss, metrics = _with_metrics(answer) if self.has_metrics else (answer, {})
         if isinstance(loss, Loss):
             wide = tree.compute_dtype(loss.values.dtype)
             weight = loss.weights.detach().sum().to(torch.promote_types(wide, loss.weights.dtype))
@@ -359,7 +369,12 @@ class Loop:
         weight = torch.where(totals[0] == 0, 1, totals[0])
         means = dict(zip(window.sums, totals[1:] / weight, strict=True))
         metrics = {name.removeprefix("metrics."): value for name, value in means.items() if name != "loss"}
-        norm, applied = self._apply(window.reference / weight if window.micro_batches > 1 else None)
+        try:
+            norm, applied = self._apply(window.reference / weight if window.micro_batches > 1 else None)
+        except BaseException:
+            if self.scaler is not None:
+                self.scaler.update(self.scaler.get_scale())  # else it takes the next gradients for unscaled already
+            raise
         if norm is None:
             norm = torch.zeros_like(weight)
         flag = torch.full_like(weight, applied, dtype=torch.bool)
@@ -377,6 +392,8 @@ class Loop:
             for grad in grads:
                 grad.mul_(factor.to(grad.device))
         norm = nn.utils.get_total_norm([_entries(grad) for grad in grads])
+        if not torch.isfinite(norm):  # the norm may have left the range of half precision, with finite gradients
+            norm = _wide_norm([_entries(grad) for grad in grads])
         scaling = self.scaler is not None and self.scaler.is_enabled()
         applied = bool(torch.isfinite(norm)) or not (self.skip_nonfinite or scaling)
         if applied:
@@ -540,6 +557,16 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+def _with_metrics(answer: Any) -> tuple[Any, dict[str, Tensor]]:
+    if not isinstance(answer, tuple) or isinstance(answer, Loss) or len(answer) != 2 or not isinstance(answer[1], dict):
+        raise TypeError(f"Loop: with has_metrics, loss_fn must return (loss, dict), got a {type(answer).__name__}")
+    for name, value in answer[1].items():
+        if not isinstance(value, Tensor) or value.ndim:
+            got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise TypeError(f"Loop: the metric {name!r} must be a 0-d tensor, got {got}")
+    return answer
+
+
 def _batch_length(batch: Any) -> float:
     """Return the length of the leading axis of the tensors in a batch; 1 where there are none."""
     plain = dict(batch) if isinstance(batch, Mapping) else batch  # a BatchEncoding is a Mapping, and no dict
@@ -555,6 +582,12 @@ def _batch_length(batch: Any) -> float:
 
 def _entries(grad: Tensor) -> Tensor:
     return grad.coalesce().values() if grad.layout == torch.sparse_coo else grad
+
+
+def _wide_norm(grads: list[Tensor]) -> Tensor:
+    norms = [torch.linalg.vector_norm(grad, dtype=torch.float64).to(grads[0].device) for grad in grads]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm
 
 
 def _shaped(state: Mapping[str, Any]) -> dict[str, Tensor]:

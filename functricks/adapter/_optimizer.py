@@ -176,6 +176,8 @@ class Optimizer(torch.optim.Optimizer):
     def _match(self, found: dict[str, Any]) -> dict[str, Any]:
         """Put a state into the order of the parameters here; remember it for its dtypes."""
         found = _by_name(found, self.param_groups)
+        if len(found["param_groups"]) == len(self.param_groups):  # else PyTorch raises
+            self._runner.check(found, self.param_groups)
         self._loading = found
         return found
 

@@ -30,15 +30,17 @@ class Scheduler(LRScheduler):
       moves no schedule, and several processes or micro-batches that each call :meth:`step` count once.
     - The rate is a function of one integer. So it makes no difference whether the optimizer or the scheduler is
       loaded first, or made first, and loading writes the rate.
+    - Where no group has the default, and all have one rate, that rate takes its place.
     - Groups that are added later follow the schedule as well, from their first step on.
 
     Args:
         optimizer: any ``torch.optim.Optimizer``, :class:`Optimizer` among them.
         schedule: a schedule, as from :mod:`functricks.schedules`; or ``{label: schedule}``, where a group's label is
             its ``"name"``, or else its index, and the schedule gives the rate itself.
-        last_epoch: the number of counted steps to start after; -1 for a fresh start.
+        last_epoch: go on with the step after this one, as PyTorch does, also with a fresh optimizer; -1 to start.
 
-    Raises ``ValueError`` for a group whose label has no schedule.
+    Raises ``ValueError`` for a group whose label has no schedule, and where one schedule is given for groups of unlike
+    rates of which none is the optimizer's default: it does not say whose rate it gives.
 
     >>> from functricks import adapter, schedules, sgd
     >>> weight = torch.nn.Parameter(torch.ones(1))
@@ -69,7 +71,22 @@ class Scheduler(LRScheduler):
         self.schedule = schedule
         self._pending = False
         default = getattr(optimizer, "defaults", {}).get("lr")
-        self._default = None if default is None else float(default)  # a tensor may be the very one that is written to
+        self._default = float(default) if isinstance(default, (int, float, Tensor)) else None  # a copy of a tensor
+        for i, group in enumerate(getattr(optimizer, "param_groups", ())):
+            if "lr" not in group:
+                raise ValueError(
+                    f"Scheduler: group {i} of the optimizer shows no lr: its transform has learning rates of its own; "
+                    "give the schedule to the transform"
+                )
+            if last_epoch >= 0:  # a fresh optimizer will do: the rate does not come from the last one
+                group.setdefault("initial_lr", group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"])
+        self.optimizer = optimizer
+        if hasattr(optimizer, "param_groups") and not isinstance(schedule, Mapping) and not self._refer():
+            rates = ", ".join(str(float(group.get("initial_lr", group["lr"]))) for group in optimizer.param_groups)
+            raise ValueError(
+                f"Scheduler: one schedule for groups of the rates {rates}, of which none is the optimizer's default "
+                f"({self._default}); give the optimizer the lr that the schedule describes, or {{index: schedule}} here"
+            )
         super().__init__(optimizer, last_epoch)
         self._watch()
 
@@ -106,6 +123,13 @@ class Scheduler(LRScheduler):
         default, own = self._default, float(group.get("initial_lr", group["lr"]))
         share = 1.0 if not default or own == default else own / default
         return float(self.schedule(self.last_epoch)) * share
+
+    def _refer(self) -> bool:
+        """Let the one rate of all groups stand for a default that none of them has; False where rates are unlike."""
+        own = {float(group.get("initial_lr", group["lr"])) for group in self.optimizer.param_groups}
+        if self._default not in own and len(own) == 1:
+            self._default = own.pop()
+        return self._default in own or not own
 
     def _labelled(self, index: int, group: dict[str, Any]) -> Schedule:
         assert isinstance(self.schedule, Mapping)
@@ -155,6 +179,7 @@ class Scheduler(LRScheduler):
         """The rate follows from the step, whatever was loaded."""
         for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=False):
             group.setdefault("initial_lr", base)  # one that was saved without a scheduler does not have it
+        self._refer()
         self._write()
 
     # --- saving and loading ------------------------------------------------------------------------------------------
@@ -171,6 +196,8 @@ class Scheduler(LRScheduler):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go to the step of a state, and write its learning rates; a state of one of PyTorch's schedulers will do."""
+        if "last_epoch" not in state_dict:
+            raise ValueError(f"Scheduler.load_state_dict: the state has no 'last_epoch', only {sorted(state_dict)}")
         self.last_epoch = int(state_dict["last_epoch"])
         self._step_count = int(state_dict.get("_step_count", self.last_epoch + 1))
         self._pending = bool(state_dict.get("pending", False))
