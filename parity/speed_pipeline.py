@@ -21,7 +21,7 @@ from functricks.types import GradFn, Loss, Params
 from parity.adversarial import accumulated, fgm_attack
 from parity.timing import Measure, Row, in_turns
 
-VOCABULARY, WIDTH, CLASSES, ROWS, LENGTH = 2000, 128, 16, 128, 32
+VOCABULARY, WIDTH, CLASSES, ROWS, LENGTH = 2000, 128, 16, 512, 32
 STEPS, PARTS, LANES = 3, 8, 32
 SMALL_PARTS = 4
 

@@ -63,9 +63,11 @@ def _along(leaf: Tensor, peak: Tensor, relative: Tensor, length: Number, exact: 
     """Return ``length * leaf / (peak * relative)``; in float32 it takes two factors, as one may overflow."""
     usable = torch.isfinite(peak) & torch.isfinite(relative) & (relative > 0)
     factor = length / torch.where(usable, relative, 1.0)
-    safe = torch.where(usable, leaf, 0.0)
+    safe = leaf if tree.holds_everywhere(usable) else torch.where(usable, leaf, 0.0)
     if exact or leaf.dtype == torch.float64:
         return (safe.double() / torch.where(usable, peak, 1.0) * factor).to(leaf.dtype)
+    if tree.holds_everywhere(factor <= _LARGE):
+        return (safe.float() * factor.float()).to(leaf.dtype)
     first = torch.clamp(factor, max=_LARGE)
     second = torch.where(factor > _LARGE, factor / _LARGE, 1.0)
     return (safe.float() * first.float() * second.float()).to(leaf.dtype)
@@ -73,8 +75,12 @@ def _along(leaf: Tensor, peak: Tensor, relative: Tensor, length: Number, exact: 
 
 def project(shift: Named, epsilon: Number, norm: Norm) -> Named:
     """Pull perturbations that are longer than ``epsilon`` back to the ball."""
-    measured = norms(shift, norm)
-    return {path: leaf * _shrink(length_of(measured[path]), epsilon).to(leaf.dtype) for path, leaf in shift.items()}
+    lengths = {path: length_of(parts) for path, parts in norms(shift, norm).items()}
+    inside = {path: tree.holds_everywhere(length <= epsilon) for path, length in lengths.items()}
+    return {
+        path: leaf if inside[path] else leaf * _shrink(lengths[path], epsilon).to(leaf.dtype)
+        for path, leaf in shift.items()
+    }
 
 
 def _shrink(length: Tensor, epsilon: Number) -> Tensor:

@@ -191,7 +191,7 @@ def root_ratio(a: Tree, b: Tree, correction: Number, root_correction: Number, ep
 
 def where(condition: Tensor, a: Tree, b: Tree) -> Tree:
     """Return ``a`` where the 0-d bool ``condition`` holds, else ``b``, leaf by leaf."""
-    if _holds_everywhere(condition):
+    if holds_everywhere(condition):
         return a
 
     def many(a: list[Tensor], b: list[Tensor], condition: list[Tensor]) -> Sequence[Tensor]:
@@ -200,8 +200,8 @@ def where(condition: Tensor, a: Tree, b: Tree) -> Tree:
     return apply(lambda a, b, condition: torch.where(condition, a, b), many, (a, b), (condition,))
 
 
-def _holds_everywhere(condition: Tensor) -> bool:
-    """Look, where that is free: in eager on the CPU. Nearly always there is nothing to choose, and copies cost."""
+def holds_everywhere(condition: Tensor) -> bool:
+    """Look, where that is free: in eager on the CPU; elsewhere say no. For what is nearly always so, as copies cost."""
     if torch.compiler.is_compiling() or (is_transformed() and lanes() is None):
         return False
     stacked, _ = below_lanes(condition)
