@@ -338,7 +338,7 @@ def _zero_with_lanes(given: Any) -> Tensor | None:
     One lane too many does no harm: ``vmap`` gives each result all lanes anyway.
     """
     compiling = torch.compiler.is_compiling()
-    if not compiling and functorch.peek_interpreter_stack() is None:
+    if not compiling and not tree.is_transformed():
         return None  # no vmap: spares looking at every leaf
     leaves = [leaf for leaf in tree.leaves(given) if isinstance(leaf, Tensor)]
     if not compiling:

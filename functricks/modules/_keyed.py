@@ -8,6 +8,8 @@ import torch
 import torch._C._functorch as functorch
 from torch import Tensor, nn
 
+from functricks import tree
+
 Rate: TypeAlias = float | Tensor
 
 
@@ -59,7 +61,7 @@ def no_key(path: str) -> ValueError:
 
 def under_transform() -> bool:
     """Is there a functorch level at all? Always False in a trace, which cannot tell."""
-    return not torch.compiler.is_compiling() and functorch.peek_interpreter_stack() is not None
+    return not torch.compiler.is_compiling() and tree.is_transformed()
 
 
 def have_lanes(given: Any) -> bool:

@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from functricks import random
+from functricks.gradients._loop import UNROLLED, collect
 from functricks.modules._keyed import Keyed, have_lanes, under_transform
 
 State: TypeAlias = tuple[Tensor, ...]  # (h,), or (h, c) for an LSTM
 Cell: TypeAlias = Callable[[Tensor, State], State]
-
-_UNROLLED = 2  # a scan of so few steps costs more to compile than the steps
 
 
 class KeyedRNN(Keyed, nn.RNNBase):
@@ -142,7 +141,7 @@ def _roll(cell: Cell, state: State, items: Tensor, reverse: bool) -> tuple[Tenso
     state = cell(items[0], state)  # outside of the scan: under vmap the first state may have no lanes yet
     outputs = [state[0]]
     differentiated = state[0].requires_grad  # in a trace only what was computed tells, not the leaves
-    if torch.compiler.is_compiling() and not differentiated and len(items) > _UNROLLED:
+    if torch.compiler.is_compiling() and not differentiated and len(items) > UNROLLED:
         state, rest = _scan(cell, state, items)
         stacked = torch.cat((outputs[0][None], rest))
     else:
@@ -155,12 +154,11 @@ def _roll(cell: Cell, state: State, items: Tensor, reverse: bool) -> tuple[Tenso
 
 def _scan(cell: Cell, state: State, items: Tensor) -> tuple[State, Tensor]:
     """Return the last state and the outputs of all steps but the first."""
-    from torch._higher_order_ops.scan import scan
 
-    def step(state: list[Tensor], index: Tensor) -> tuple[list[Tensor], Tensor]:
-        new = cell(items.index_select(0, index[None]).squeeze(0), tuple(state))
-        return list(new), new[0].clone()
+    def step(state: State, index: Tensor) -> tuple[State, Tensor]:
+        new = cell(items.index_select(0, index[None]).squeeze(0), state)
+        return new, new[0]
 
     # over indices: vmap has no rule for how a scan takes its items apart
-    last, outputs = scan(step, list(state), torch.arange(1, len(items), device=items.device))
-    return tuple(last), outputs
+    found: tuple[State, Tensor] = collect(step, state, torch.arange(1, len(items), device=items.device))
+    return found
