@@ -64,7 +64,7 @@ from functricks import experiments, random, tree
 from functricks.experiments.configs import Config
 from functricks.experiments.configs import group as grouped
 from functricks.experiments.running import Progress
-from functricks.gradients._accumulation import _added, _divided
+from functricks.gradients._accumulation import added, divided
 from functricks.types import Batch, Carry, GradFn, Gradient, Loss, Number, Params
 
 __all__ = [
@@ -222,7 +222,7 @@ def all_reduce(grad_fn: GradFn, group: Group = None) -> GradFn:
         found = grad_fn(params, batch.batch if idle else batch, carry, scale=scale)
         if _place(group)[1] == 1 and not idle:
             return found
-        sums = _added(None, _without_nonsense(found))
+        sums = added(None, _without_nonsense(found))
         if idle:
             sums = tree.zeros_like(sums)
         if _place(group)[1] > 1:
@@ -231,7 +231,7 @@ def all_reduce(grad_fn: GradFn, group: Group = None) -> GradFn:
                 checked = True
             leaves, structure = tree.flatten(sums)
             sums = tree.unflatten(structure, _summed("all_reduce", leaves, group))
-        return _divided(sums, params, carry if idle else found.carry)
+        return divided(sums, params, carry if idle else found.carry)
 
     return reduced
 
@@ -388,26 +388,49 @@ def join(batches: Iterable[Batch], group: Group = None, *, like: Batch | None = 
     if _place(group)[1] == 1:
         yield from batches
         return
-    last = like
+    missing = "{} of the ranks have no batch at all, nothing to keep step with; give them join(like=)"
+    for batch, ended in in_step("join", batches, group, missing, last=_NOTHING if like is None else like):
+        yield Idle(batch) if ended else batch
+
+
+_NOTHING: Any = object()
+
+
+def in_step(
+    what: str,
+    batches: Iterable[Batch],
+    group: Group,
+    missing: str,
+    *,
+    device: torch.device | None = None,
+    last: Batch = _NOTHING,
+) -> Iterator[tuple[Batch, bool]]:
+    """Yield ``(batch, whether this rank has run out and it is its last one again)`` until all ranks have run out.
+
+    Args:
+        what: the caller's name, for errors.
+        batches: this rank's.
+        group: a process group.
+        missing: the error where ranks, ``{}`` of them, have no batch while others do.
+        device: one whose tensors the group can send; found out by default.
+        last: stands for the last batch of a rank that has none.
+    """
     iterator = iter(batches)
-    done = object()
     while True:
-        batch = next(iterator, done)
-        last = last if batch is done else batch
-        going, lost = _counts([batch is not done, last is None], group)
+        batch = next(iterator, _NOTHING)
+        last = last if batch is _NOTHING else batch
+        going, lost = _counts([batch is not _NOTHING, last is _NOTHING], group, what, device)
         if not going:
             return
         if lost:
-            raise ValueError(
-                f"join: {lost} of the ranks have no batch at all, nothing to keep step with; give them join(like=)"
-            )
-        yield Idle(last) if batch is done else batch
+            raise ValueError(f"{what}: {missing.format(lost)}")
+        yield last, batch is _NOTHING
 
 
-def _counts(flags: list[bool], group: Group) -> list[int]:
+def _counts(flags: list[bool], group: Group, what: str = "join", device: torch.device | None = None) -> list[int]:
     """Return on how many ranks each flag is set."""
-    with _together("join", group):
-        counts = torch.tensor(flags, dtype=torch.int64, device=_flag_device(group))
+    with _together(what, group):
+        counts = torch.tensor(flags, dtype=torch.int64, device=device or _flag_device(group))
         dist.all_reduce(counts, group=group)
     found: list[int] = counts.tolist()
     return found

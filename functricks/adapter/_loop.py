@@ -18,6 +18,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from functricks import tree
 from functricks.adapter._attacks import FGM, PGD, Attack, unwrapped
+from functricks.distributed import in_step
+from functricks.gradients._gradient import mean_and_weight
 from functricks.transforms.base import check_integer, check_number
 from functricks.types import Batch, Loss, StepInfo, Transform
 
@@ -330,16 +332,9 @@ class Loop:
         with self._autocast():
             answer = self.loss_fn(model, batch)
         loss, metrics = _with_metrics(answer) if self.has_metrics else (answer, {})
-        if isinstance(loss, Loss):
-            wide = tree.compute_dtype(loss.values.dtype)
-            weight = loss.weights.detach().sum().to(torch.promote_types(wide, loss.weights.dtype))
-            mean = loss.values.sum(dtype=wide) / torch.where(weight == 0, 1, weight)
-            return _Found(mean.to(wide), weight, metrics)
-        if not isinstance(loss, Tensor) or loss.ndim != 0:
-            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(f"Loop: loss_fn must return a Loss or a 0-d tensor, got {got}")
-        mean = loss.to(tree.compute_dtype(loss.dtype))
-        return _Found(mean, torch.full_like(mean.detach(), _batch_length(batch)), metrics)
+        mean, weight = mean_and_weight(loss, _tensors(batch), name="Loop", what="loss_fn", items="tensors")
+        mean = mean.to(tree.compute_dtype(mean.dtype))
+        return _Found(mean, weight.detach().to(torch.promote_types(mean.dtype, weight.dtype)), metrics)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.autocast is None:
@@ -504,18 +499,9 @@ class Loop:
         if self._ddp is None or (None not in lengths and len(set(lengths)) == 1):
             yield from ((batch, False) for batch in shown)
             return
-        iterator, batch = iter(shown), _END
+        missing = "a rank has no batch at all; give every rank at least one"
         device = next(self.model.parameters()).device
-        while True:
-            following = next(iterator, _END)
-            batch = batch if following is _END else following
-            flags = torch.tensor([following is not _END, batch is _END], device=device).float()
-            alive, empty = self._sum_over_ranks(flags).tolist()
-            if not alive:
-                return
-            if empty:
-                raise ValueError("Loop.epoch: a rank has no batch at all; give every rank at least one")
-            yield batch, following is _END
+        yield from in_step("Loop.epoch", shown, self._ddp.process_group, missing, device=device)
 
     def _parts(self) -> dict[str, Any]:
         """Return what has a ``state_dict`` of its own."""
@@ -529,7 +515,6 @@ class Loop:
 
 # --- helpers ---------------------------------------------------------------------------------------------------------
 
-_END: Any = object()
 _NONE = torch.empty(0)
 
 
@@ -567,17 +552,10 @@ def _with_metrics(answer: Any) -> tuple[Any, dict[str, Tensor]]:
     return answer
 
 
-def _batch_length(batch: Any) -> float:
-    """Return the length of the leading axis of the tensors in a batch; 1 where there are none."""
+def _tensors(batch: Any) -> dict[str, Tensor]:
+    """Return the tensors in a batch, which may hold other things too."""
     plain = dict(batch) if isinstance(batch, Mapping) else batch  # a BatchEncoding is a Mapping, and no dict
-    named = {path: leaf for path, leaf in tree.named_leaves(plain).items() if isinstance(leaf, Tensor) and leaf.ndim}
-    lengths = {path: leaf.shape[0] for path, leaf in named.items()}
-    if len(set(lengths.values())) > 1:
-        raise ValueError(
-            f"Loop: a 0-d loss counts as the mean over the batch's leading axis, but tensors differ: {lengths}; "
-            "return a Loss(values, weights)"
-        )
-    return float(next(iter(lengths.values()), 1))
+    return {path: leaf for path, leaf in tree.named_leaves(plain).items() if isinstance(leaf, Tensor)}
 
 
 def _entries(grad: Tensor) -> Tensor:

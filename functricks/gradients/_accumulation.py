@@ -83,7 +83,7 @@ def accumulate(
             if nonfinite == "drop":
                 finite = tree.all_finite((found.grads, found.loss))
                 found = tree.where(finite, found, tree.zeros_like(found)._replace(carry=before))
-            return _added(sums, found), found.carry
+            return added(sums, found), found.carry
 
         ours = False
         if batch_norm == "pooled":
@@ -92,7 +92,7 @@ def accumulate(
         state = one(first[0], carry)
         for group in groups:
             state = fold(more, state, group, unroll=unroll)
-        return _divided(state[0], params, unpool(state[1]) if ours else state[1])
+        return divided(state[0], params, unpool(state[1]) if ours else state[1])
 
     return accumulated
 
@@ -129,7 +129,7 @@ class _Sums(NamedTuple):
     weight: Tensor
 
 
-def _added(sums: _Sums | None, one: Gradient) -> _Sums:
+def added(sums: _Sums | None, one: Gradient) -> _Sums:
     """Add a micro-batch, weighted, to the sums; None is nothing yet."""
     nothing = one.weight == 0
     # gradient divides by 1 where the weight is 0: a smoothed row of a class of no weight has a numerator all the same
@@ -149,7 +149,7 @@ def _wide(leaf: Tensor) -> torch.dtype:
     return tree.compute_dtype(leaf.dtype) if leaf.is_floating_point() else torch.float32
 
 
-def _divided(total: _Sums, params: Params, carry: Carry) -> Gradient:
+def divided(total: _Sums, params: Params, carry: Carry) -> Gradient:
     weight = torch.where(total.weight == 0, 1, total.weight)
     grads, loss, metrics = tree.scale((total.grads, total.loss, total.metrics), 1 / weight.double())
     return Gradient(tree.map(lambda leaf, like: leaf.to(like.dtype), grads, params), loss, total.weight, carry, metrics)

@@ -95,11 +95,14 @@ def _evaluate(
             f"gradient: with has_carry={has_carry}, has_metrics={has_metrics} the loss function must return "
             f"{expected} values, got {len(parts)}"
         )
-    mean, weight = _mean_and_weight(parts[0], batch)
+    mean, weight = mean_and_weight(parts[0], batch)
     return _Evaluated(mean, weight, parts[1] if has_carry else carry, parts[-1] if has_metrics else {})
 
 
-def _mean_and_weight(loss: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+def mean_and_weight(
+    loss: Any, batch: Batch, *, name: str = "gradient", what: str = "the loss function", items: str = "leaves"
+) -> tuple[Tensor, Tensor]:
+    """Return the mean of what a loss function returned, and its weight; the rest is for the caller's errors."""
     if isinstance(loss, Loss):
         wide = _wide(loss.values)
         weight = loss.weights.sum()
@@ -107,16 +110,16 @@ def _mean_and_weight(loss: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         return (total / torch.where(weight == 0, 1, weight)).to(wide), weight
     if not isinstance(loss, Tensor) or loss.ndim != 0:
         got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(f"gradient: the loss function must return a Loss or a 0-d tensor, got {got}")
-    return loss, torch.full((), _batch_length(batch), dtype=_wide(loss), device=loss.device)
+        raise ValueError(f"{name}: {what} must return a Loss or a 0-d tensor, got {got}")
+    return loss, torch.full((), _batch_length(batch, name, items), dtype=_wide(loss), device=loss.device)
 
 
-def _batch_length(batch: Batch) -> float:
+def _batch_length(batch: Batch, name: str, items: str) -> float:
     """Return the length of the leading axis; 1 for a batch without leaves or of 0-d leaves."""
     lengths = {path: leaf.shape[0] for path, leaf in tree.named_leaves(batch).items() if leaf.ndim}
     if len(set(lengths.values())) > 1:
         raise ValueError(
-            f"gradient: a 0-d loss counts as the mean over the batch's leading axis, but leaves differ: {lengths}; "
+            f"{name}: a 0-d loss counts as the mean over the batch's leading axis, but {items} differ: {lengths}; "
             "return a Loss(values, weights)"
         )
     return float(next(iter(lengths.values()), 1))
