@@ -58,7 +58,9 @@ def clip_by_global_norm(
         max_norm: :math:`c \ge 0`; ``inf`` never clips.
         norm_type: p >= 1, ``inf`` for the largest entry.
         classic: reproduce ``clip_grad_norm_`` to the bit: it computes the norm in the gradients' dtype and divides by
-            the norm plus 1e-6, so that it shrinks tiny gradients too and overflows for large ones.
+            the norm plus 1e-6, so that it shrinks tiny gradients too and overflows for large ones. Where leaves have
+            several dtypes, PyTorch adds up dtype by dtype in an order of its own, and the last place of float64
+            leaves may differ.
         error_if_nonfinite: PyTorch's argument, as a value, since a pure function under ``vmap`` cannot raise for one
             lane: the state is then ``(nonfinite,)``, which counts the updates whose norm was not finite.
 
@@ -106,10 +108,10 @@ def shrinkage(grads: Grads, max_norm: Number, order: float = 2.0) -> tuple[tuple
     length = peak * relative  # may be infinite for finite gradients, which is then more than max_norm, as it should
     finite = torch.isfinite(peak) & torch.isfinite(relative)
     clips = finite & (length > max_norm)
-    inverse = 1.0 / torch.where(clips, peak, 1.0) / torch.where(clips, relative, 1.0)
-    factor = torch.where(clips, max_norm * inverse, 1.0)
+    peak, relative = torch.where(clips, peak, 1.0), torch.where(clips, relative, 1.0)
+    factor = torch.where(clips, max_norm / peak / relative, 1.0)  # 1 / length alone may overflow
     small = factor < _SMALL
-    return (torch.where(small, _SMALL, factor), torch.where(small, max_norm * (inverse / _SMALL), 1.0)), finite
+    return (torch.where(small, _SMALL, factor), torch.where(small, max_norm / _SMALL / peak / relative, 1.0)), finite
 
 
 def _classic_factor(grads: Grads, max_norm: Number, order: float) -> tuple[tuple[Tensor, Tensor], Tensor]:
@@ -153,8 +155,8 @@ def adaptive_clip(clipping: Number = 0.01, eps: Number = 1e-3) -> Transform:
 
     with :math:`i` the first axis, as in ``torch.nn.Linear`` and convolutions; leaves of one axis or none are one unit.
 
-    Reference: Brock et al. 2021, arXiv:2102.06171, with the paper's ``eps``. The paper leaves out the last layer:
-    ``masked(adaptive_clip(), where)``.
+    PyTorch has none. Reference: Brock et al. 2021, arXiv:2102.06171, with the paper's ``eps``. The paper leaves out
+    the last layer: ``masked(adaptive_clip(), where)``.
 
     Args:
         clipping: :math:`\lambda \ge 0`.

@@ -118,6 +118,25 @@ def test_update_bn_is_that_of_pytorch(momentum: float | None) -> None:
     assert_same(F.update_bn(apply, params, buffers, []), buffers)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["ema", "swa"])
+def test_in_other_dtypes_it_is_that_of_pytorch_in_float32(kind: str, dtype: torch.dtype) -> None:
+    """PyTorch averages half-precision parameters in half, where 0.999 * a + 0.001 * b is a."""
+    values = [torch.randn(7, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(50)]
+    net = nn.Linear(7, 1, bias=False)
+    how = {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.9)} if kind == "ema" else {}
+    average = swa_utils.AveragedModel(net, **how)
+    ours = F.ema(0.9) if kind == "ema" else F.swa()
+    state = ours.init({"w": values[0]})
+    for value in values:
+        net.weight.data = value.float()[None]
+        average.update_parameters(net)
+        state = ours.observe({"w": value}, state)
+    expected = average.module.weight.detach()[0]
+    assert_close(state.averaged({"w": values[0]})["w"], expected, eps=16)
+    assert F.averaged(state, {"w": values[0]})["w"].dtype == dtype
+
+
 def test_debiased_start() -> None:
     average = F.ema(0.9, debias=True)
     state = average.init({"w": torch.tensor(0.0)})

@@ -48,6 +48,21 @@ def test_classic_is_clip_grad_norm_to_the_bit(dtype: torch.dtype, order: float, 
     assert_same(found, classic(grads, max_norm, order))
 
 
+@pytest.mark.parametrize("order", [1.0, 2.0, 3.0, INF])
+def test_classic_with_leaves_of_several_dtypes(order: float) -> None:
+    """PyTorch sums dtype by dtype, in an order that it does not promise: in that order it is the same to the bit."""
+    dtypes = [torch.float32, torch.float16, torch.float64, torch.bfloat16, torch.float32, torch.float16]
+    for seed in range(10):
+        generator = torch.Generator().manual_seed(seed)
+        grads = {f"p{i}": torch.randn(5 + i, generator=generator).to(dtype) for i, dtype in enumerate(dtypes)}
+        groups = [key[1] for key in torch._C._group_tensors_by_device_and_dtype([list(grads.values())], False)]
+        grouped = dict(sorted(grads.items(), key=lambda item: groups.index(item[1].dtype)))
+        clip, expected = F.clip_by_global_norm(0.3, norm_type=order, classic=True), classic(grads, 0.3, order)
+        found = apply(clip, grouped)
+        assert_same({path: found[path] for path in grads}, expected)
+        assert_close(apply(clip, grads), expected, eps=2)
+
+
 def test_classic_keeps_what_is_odd_about_it() -> None:
     """Field case C30d: 1e-6 in the denominator shrinks what is not too long; infinite gradients become NaN."""
     tiny = {"w": torch.tensor([6e-7, 8e-7])}
@@ -88,6 +103,83 @@ def test_any_size_keeps_its_direction(order: float, size: float) -> None:
     assert_same(
         apply(F.clip_by_global_norm(size * 100, norm_type=order), {"a": direction * size})["a"], direction * size
     )
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("size", [1e-323, 3e-310, 1e-300, 1.0, 1e300, 1.7e308])
+def test_a_bound_of_zero_makes_zero_of_any_size(order: float, size: float) -> None:
+    grads = {"a": torch.tensor([1.0, -0.5], dtype=torch.float64) * size}
+    assert_same(apply(F.clip_by_global_norm(0.0, norm_type=order), grads)["a"], torch.zeros(2, dtype=torch.float64))
+    assert_same(apply(F.clip_by_leaf_norm(0.0), grads)["a"], torch.zeros(2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_subnormal_gradients_keep_their_direction(order: float) -> None:
+    """One over a subnormal norm is infinite in float64."""
+    grads = {"a": torch.tensor([3e-310, -4e-310], dtype=torch.float64)}
+    direction = torch.tensor([3.0, -4.0], dtype=torch.float64)
+    found = apply(F.clip_by_global_norm(1e-310, norm_type=order), grads)["a"] / 1e-310
+    torch.testing.assert_close(found, direction / torch.linalg.vector_norm(direction, order), rtol=1e-11, atol=0)
+
+
+UNITS = torch.tensor([[3.0, -4.0], [0.6, 0.8]], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [(torch.float16, 1.6e4), (torch.bfloat16, 8e37), (torch.float32, 8e37), (torch.float32, 1e-37),
+     (torch.float64, 4e307), (torch.float64, 1e-300), (torch.float64, 1e-310), (torch.float64, 1.0)],
+)  # fmt: skip
+def test_leaves_and_units_of_any_size_keep_their_direction(dtype: torch.dtype, size: float) -> None:
+    """The bound is a tenth of the norm, and for whole leaves 1 as well where the norm is more."""
+    eps = 1e-12 if size == 1e-310 else 8 * torch.finfo(dtype).eps  # a subnormal number has fewer digits
+    leaf = (UNITS * size).to(dtype)
+    bound = 0.1 * size
+    direction = leaf.double() / size / (leaf.double() / size).norm()
+    for limit in {bound, min(1.0, bound)}:
+        found = apply(F.clip_by_leaf_norm(limit), {"w": leaf})["w"]
+        torch.testing.assert_close(found.double() / limit, direction, rtol=eps, atol=eps)
+    weights = {"w": (torch.tensor([[1.0, 0.0], [0.0, 0.1]], dtype=torch.float64) * size).to(dtype)}
+    found = apply(F.adaptive_clip(0.5, eps=0.0), {"w": leaf}, weights)["w"].double() / size
+    expected = torch.tensor([[0.3, -0.4], [0.03, 0.04]], dtype=torch.float64)
+    torch.testing.assert_close(found, expected, rtol=eps, atol=eps)
+
+
+@pytest.mark.parametrize("make", [F.clip_by_leaf_norm, F.adaptive_clip])
+@pytest.mark.parametrize("bad", [math.nan, INF, -INF])
+def test_nonfinite_leaves_pass_for_the_check_to_see(make: Any, bad: float) -> None:
+    """Only the leaf, or the unit, that is not finite; its neighbours are clipped."""
+    grads = {"bad": torch.tensor([3.0, bad]), "good": torch.tensor([30.0, 40.0])}
+    found = apply(make(0.5), grads, {"bad": torch.ones(2), "good": torch.tensor([0.6, 0.8])})
+    assert_same(found["bad"], grads["bad"])
+    assert_close(found["good"], torch.tensor([0.3, 0.4]))
+
+
+@pytest.mark.parametrize("options", [{}, {"classic": True}, {"norm_type": INF}])
+def test_a_generator_is_no_tree(options: Any) -> None:
+    """Field case C30a: PyTorch clips nothing, and says nothing, where it was used up before."""
+    used_up = (leaf for leaf in [torch.tensor(3.0), torch.tensor(4.0)])
+    list(used_up)
+    for given in (used_up, (leaf for leaf in [torch.tensor(3.0)])):
+        with pytest.raises((AttributeError, TypeError)):
+            apply(F.clip_by_global_norm(1.0, **options), given)
+
+
+@pytest.mark.parametrize(
+    ("grads", "bound", "order", "expected"),
+    [
+        ({"a": [0.0, 0.0], "b": []}, 0.0, INF, {"a": [0.0, 0.0], "b": []}),
+        ({"a": [], "b": [-5.0], "c": []}, 2.0, 1.0, {"a": [], "b": [-2.0], "c": []}),
+        ({"a": [2.0], "b": [-2.0, 1.0]}, 1.0, 1.0, {"a": [0.4], "b": [-0.4, 0.2]}),
+        ({"a": [2.0, -8.0], "b": [4.0]}, 2.0, INF, {"a": [0.5, -2.0], "b": [1.0]}),
+        ({"a": [3e-7, 4e-7]}, 5e-7, 2.0, {"a": [3e-7, 4e-7]}),
+        ({"a": [6e-9, 8e-9]}, 1e-9, 2.0, {"a": [6e-10, 8e-10]}),
+        ({}, 1.0, INF, {}),
+    ],
+)
+def test_cases_like_c30(grads: Any, bound: float, order: float, expected: Any) -> None:
+    found = apply(F.clip_by_global_norm(bound, norm_type=order), {k: torch.tensor(v) for k, v in grads.items()})
+    assert_close(found, {path: torch.tensor(leaf) for path, leaf in expected.items()})
 
 
 def test_large_float32_and_half() -> None:

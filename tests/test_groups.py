@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -45,6 +45,68 @@ def test_no_decay_goes_by_kind() -> None:
     where = {name: not left_out for name, left_out in F.no_decay(net).items()}
     updates = one_update(F.sgd(1.0, weight_decay=1.0, decay_where=where), params, tree.zeros_like(params))
     assert {path for path, leaf in updates.items() if leaf.any()} == {"bias_proj.weight", "fc.weight"}
+
+
+class Line(NamedTuple):
+    """Parameters that are also the model: callable trees, as some people write them."""
+
+    weight: Any
+    bias: Any
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.weight + self.bias
+
+
+def test_masks_and_labels_may_be_callable_trees() -> None:
+    """A kind of field case C39: such a mask is a tree of bools, and no function of path and leaf."""
+    params = Line(ONE.clone(), ONE.clone())
+    found = one_update(F.adamw(0.1, weight_decay=0.1, decay_where=Line(True, False)), params)
+    assert_close(found, Line(torch.tensor(-0.11), torch.tensor(-0.1)))
+    assert_same(one_update(F.masked(F.scale(2.0), Line(False, True)), params), Line(ONE, 2 * ONE))
+    assert_same(one_update(F.chain(F.scale(2.0), F.freeze(Line(True, False))), params), Line(0 * ONE, 2 * ONE))
+    parts = {"x": F.scale(2.0), "y": F.scale(3.0)}
+    assert_same(one_update(F.partition(parts, Line("y", "x")), params), Line(3 * ONE, 2 * ONE))
+
+
+@pytest.mark.parametrize(
+    ("where", "decays"),
+    [
+        ("layer.1.*", {"layer.1.w"}),  # not 10 and 11
+        ("layer.1*", {"layer.1.w", "layer.10.w", "layer.11.w"}),
+        (["*.w", "bias_proj"], {"layer.1.w", "layer.10.w", "layer.11.w", "bias_proj"}),
+        ("bias", {"bias"}),  # the whole path: not bias_proj
+        (lambda path, leaf: leaf.ndim == 0 and "proj" in path, {"bias_proj"}),
+    ],
+)
+@pytest.mark.parametrize("make", [F.sgd, F.adam, F.adamw, F.nadam, F.radam, F.adamax, F.adagrad, F.adadelta, F.rmsprop,
+                                  F.asgd, F.lion, F.lamb, F.adafactor, F.schedule_free_adamw])  # fmt: skip
+def test_the_decay_of_every_optimizer_keeps_its_mask(make: Any, where: Any, decays: set[str]) -> None:
+    params = ones("layer.1.w", "layer.10.w", "layer.11.w", "bias", "bias_proj")
+    plain = one_update(make(0.1, weight_decay=0.0), params, {path: -leaf for path, leaf in params.items()})
+    some = one_update(
+        make(0.1, weight_decay=0.5, decay_where=where), params, {path: -leaf for path, leaf in params.items()}
+    )
+    every = one_update(make(0.1, weight_decay=0.5), params, {path: -leaf for path, leaf in params.items()})
+    for path in params:
+        assert_same(some[path], every[path] if path in decays else plain[path])
+    if make not in (F.adam, F.nadam, F.radam, F.adamax, F.adagrad, F.rmsprop, F.lamb):  # of which step 1 sees the sign
+        assert all(every[path] != plain[path] for path in params)
+
+
+def test_no_decay_of_parameters_goes_by_axes() -> None:
+    net = nn.ModuleDict({"norm1": nn.LayerNorm(2), "bias_proj": nn.Linear(2, 2), "gain": nn.LayerNorm((2, 2))})
+    params = functional(net).params
+    assert F.no_decay(params) == {**F.no_decay(net), "gain.weight": False, "gain.bias": False}
+    assert F.no_decay({"a": [ONE, torch.ones(2, 2)]}) == {"a.0": True, "a.1": False}
+    assert F.no_decay({}) == {}
+
+
+def test_no_decay_finds_every_kind_of_normalisation() -> None:
+    kinds = [nn.BatchNorm1d(3), nn.BatchNorm2d(3), nn.BatchNorm3d(3), nn.SyncBatchNorm(3), nn.GroupNorm(1, 3),
+             nn.InstanceNorm1d(3, affine=True), nn.InstanceNorm2d(3, affine=True), nn.LayerNorm((3, 2)),
+             nn.RMSNorm((3, 2))]  # fmt: skip
+    for kind in kinds:
+        assert set(F.no_decay(kind).values()) == {True}, kind
 
 
 def test_no_decay_equals_pytorch_groups() -> None:
@@ -160,6 +222,54 @@ def test_timm_layout() -> None:
     assert (found["norm.weight"], found["fc_norm.weight"], found["head.weight"]) == (0.5, 1.0, 1.0)
 
 
+@pytest.mark.parametrize(
+    ("path", "layer"),
+    [
+        ("cls_token", 0), ("stem.conv.weight", 0), ("conv_stem.weight", 0), ("tok_emb.weight", 0), ("wpe.weight", 0),
+        ("norm_pre.weight", 0), ("rel_pos_bias.relative_position_bias_table", 0), ("norm.weight", 3),
+        ("final_norm.weight", 3), ("norm_f.weight", 3), ("fc_norm.weight", 4), ("head.weight", 4),
+        ("head.norm.weight", 4), ("head.0.weight", 4), ("head.3.weight", 4), ("classifier.0.dense.weight", 4),
+        ("system_head.weight", 4), ("embed_out.weight", 4), ("unembed.weight", 4), ("pooler.dense.weight", 4),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("around", ["", "model.", "embedder."])
+def test_layers_by_what_a_path_says(around: str, path: str, layer: int) -> None:
+    """Three blocks, and one leaf beside them; what is around all of them says nothing."""
+    blocks = [f"{around}blocks.{i}.attn.{name}" for i in range(3) for name in ("qkv.weight", "norm.0.weight")]
+    found = rates([*blocks, around + path, "last_head.weight"])
+    assert found[around + path] == 0.5 ** (4 - layer)
+    assert [found[block] for block in blocks[::2]] == [0.125, 0.25, 0.5]
+
+
+@pytest.mark.parametrize(
+    "stacks",
+    [
+        ("encoder.block.{}.layer.0.q.weight", "decoder.block.{}.layer.0.q.weight"),  # T5
+        ("layer1.{}.conv1.weight", "layer2.{}.conv1.weight"),  # ResNet
+        ("text.encoder.layers.{}.fc.weight", "vision.encoder.layers.{}.fc.weight"),  # CLIP
+    ],
+)
+def test_two_stacks_of_blocks_raise(stacks: tuple[str, ...]) -> None:
+    """Neither is the head of the other; layers= says in which order they come."""
+    paths = [stack.format(i) for stack in stacks for i in range(2)]
+    with pytest.raises(ValueError, match=r"more than one stack of blocks, pass layers=; have: .*, "):
+        rates([*paths, "head.weight"])
+    found = rates([*paths, "head.weight"], layers=[*paths, "head.weight"])
+    assert list(found.values()) == [0.0625, 0.125, 0.25, 0.5, 1.0]
+
+
+@pytest.mark.parametrize("depth", [-1, None, "top", 1.5])
+def test_a_layer_that_is_no_number_is_named(depth: Any) -> None:
+    with pytest.raises(ValueError, match=r"layers must give every path an integer >= 0, got \{'b.w': "):
+        rates(["a.w", "b.w"], layers=lambda path: 0 if path == "a.w" else depth)
+
+
+@pytest.mark.parametrize(("rate", "count"), [(0.8, 2), (0.65, 12), (0.9, 24), (1.0, 3), (0.0, 3)])
+def test_cases_like_c39_c(rate: float, count: int) -> None:
+    paths = ["embeddings.w", *[f"layer.{i}.fc.w" for i in range(count)], "classifier.w"]
+    assert list(rates(paths, rate).values()) == pytest.approx([rate**i for i in range(count + 1, -1, -1)])
+
+
 def hugging_face(name: str) -> list[str]:
     import transformers
 
@@ -170,6 +280,10 @@ def hugging_face(name: str) -> list[str]:
     elif name == "llama":
         config = transformers.LlamaConfig(**small, num_key_value_heads=2, intermediate_size=8, vocab_size=10)
         net = transformers.LlamaForCausalLM(config)
+    elif name == "neox":
+        net = transformers.GPTNeoXForCausalLM(
+            transformers.GPTNeoXConfig(**small, intermediate_size=8, vocab_size=10, tie_word_embeddings=False)
+        )
     elif name == "vit":
         net = transformers.ViTForImageClassification(
             transformers.ViTConfig(**small, intermediate_size=8, image_size=8, patch_size=4)
@@ -191,6 +305,8 @@ def hugging_face(name: str) -> list[str]:
                  "vit.layers.1": 2, "vit.layernorm": 2, "classifier": 3}),
         ("gpt2", {"transformer.wte": 0, "transformer.wpe": 0, "transformer.h.0": 1, "transformer.h.1": 2,
                   "transformer.ln_f": 2, "score": 3}),
+        ("neox", {"gpt_neox.embed_in": 0, "gpt_neox.layers.0": 1, "gpt_neox.layers.1": 2,
+                  "gpt_neox.final_layer_norm": 2, "embed_out": 3, "lm_head": 3}),
         ("llama", {"model.embed_tokens": 0, "model.layers.0": 1, "model.layers.1": 2, "model.norm": 2, "lm_head": 3}),
     ],
 )  # fmt: skip
@@ -265,6 +381,40 @@ def test_three_lanes_are_three_runs() -> None:
     assert_close(clipped, torch.tensor([0.9, 0.8, 0.7]))
 
 
+@pytest.mark.parametrize(
+    ("rates", "starts", "decays", "bounds", "expected"),
+    [  # loss w**2: p - lr * (clip(2 p) + decay * p)
+        ((0.1, 0.2, 0.3), (1.0, 1.0, 1.0), (0.0, 0.0, 0.0), (9.0, 9.0, 9.0), (0.8, 0.6, 0.4)),
+        ((0.1, 0.2, 0.3), (1.0, 1.0, 1.0), (0.0, 0.0, 0.0), (1.0, 1.0, 1.0), (0.9, 0.8, 0.7)),
+        ((0.5, 0.5, 0.5), (1.0, 2.0, -3.0), (0.0, 0.0, 0.0), (1.0, 2.0, 3.0), (0.5, 1.0, -1.5)),
+        ((0.25, 0.5, 0.0), (2.0, -4.0, 1.0), (0.5, 0.25, 1.0), (4.0, 1.0, 2.0), (0.75, -3.0, 1.0)),
+        ((0.1, 0.1, 0.1), (5.0, 5.0, 5.0), (0.0, 1.0, 2.0), (0.0, 0.0, 0.0), (5.0, 4.5, 4.0)),
+    ],
+)
+def test_cases_like_c38(rates: Any, starts: Any, decays: Any, bounds: Any, expected: Any) -> None:
+    """Rate, decay and bound of each member; the gradient by torch.func within the same vmap."""
+
+    def step(lr: Tensor, start: Tensor, decay: Tensor, bound: Tensor) -> Tensor:
+        grad = torch.func.grad(lambda w: w.square())(start)
+        optimizer = F.chain(F.clip_by_global_norm(bound), F.sgd(lr, weight_decay=decay))
+        return F.apply_updates({"w": start}, one_update(optimizer, {"w": start}, {"w": grad}))["w"]
+
+    found = torch.vmap(step)(*map(torch.tensor, (rates, starts, decays, bounds)))
+    assert_close(found, torch.tensor(expected))
+
+
+def test_the_step_may_differ_by_member_too() -> None:
+    """Two members at step 0, one at step 5 of its schedule: the counter is state, and a traced tensor."""
+    optimizer = F.adamw(F.schedules.step_decay(0.1, 5, 0.1), weight_decay=0.0)
+    params = {"w": torch.ones(3)}
+    state = torch.vmap(optimizer.init)(params)
+    for _ in range(5):
+        older = torch.vmap(optimizer.update)(params, state, params)[1]
+        state = tree.map(lambda new, old: torch.where(torch.arange(3) == 2, new, old), older, state)
+    updates, _ = torch.vmap(optimizer.update)(params, state, params)
+    assert_close(updates["w"], torch.tensor([-0.1, -0.1, -0.01]))
+
+
 @pytest.mark.parametrize("make", [*LINEAR, F.asgd, F.rprop, F.schedule_free_adamw, F.adafactor])
 def test_lanes_of_every_optimizer_are_solo_runs(make: Any) -> None:
     lr = torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)
@@ -300,7 +450,8 @@ def test_frozen_leaves_stay_whatever_their_gradient() -> None:
         one_update(F.freeze("tail"), params)
 
 
-def test_head_only_training_does_no_work_for_the_body() -> None:
+@pytest.mark.parametrize("backend", ["autograd", "func"])
+def test_head_only_training_does_no_work_for_the_body(backend: Any) -> None:
     net = functional(nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 4)))
     x, y = torch.randn(16, 32), torch.randint(4, (16,))
 
@@ -309,7 +460,7 @@ def test_head_only_training_does_no_work_for_the_body() -> None:
 
     head = tree.pick(net.params, tree.select("2.*", net.params))
     step = F.train_step(
-        F.gradient(lambda head, batch: loss_fn(tree.from_named(net.params, head), batch), backend="autograd"),
+        F.gradient(lambda head, batch: loss_fn(tree.from_named(net.params, head), batch), backend=backend),
         F.adamw(1e-2),
     )
     state = step.init(head)

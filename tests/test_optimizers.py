@@ -11,7 +11,7 @@ from helpers import assert_nonzero, assert_run_close, assert_same, ulps
 from torch import Tensor
 
 import functricks as F
-from functricks import schedules
+from functricks import averaging, clipping, optimizers, schedules, transforms
 
 F32, F64 = torch.float32, torch.float64
 STEPS = 1000
@@ -163,6 +163,21 @@ def test_half_parameters_move_though_the_step_is_small() -> None:
         optimizer = F.adam(0.125)
         updates, _ = optimizer.update(grads, optimizer.init(params), params)
         assert_same(F.apply_updates(params, updates), {"w": torch.full((3,), 0.875, dtype=dtype)})
+
+
+# Plumbing, which has no formula, no paper and no counterpart of its own.
+PLUMBING = {"apply_updates", "averaged", "chain", "masked", "named_chain", "scale", "scale_by_schedule"}
+
+
+@pytest.mark.parametrize("module", [optimizers, transforms, clipping, averaging])
+def test_docstrings_have_formula_paper_and_counterpart(module: Any) -> None:
+    for name in set(module.__all__) - PLUMBING:
+        text = " ".join((getattr(module, name).__doc__ or "").split())
+        assert "Classic:" in text or "PyTorch has no" in text, f"{name}: what of PyTorch is this?"
+        assert ">>> " in text, name
+        if module is optimizers:
+            assert ".. math::" in text, f"{name}: no formula"
+            assert "Reference:" in text, f"{name}: no paper"
 
 
 @pytest.mark.parametrize(

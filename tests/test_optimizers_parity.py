@@ -6,6 +6,7 @@ it makes a test here fail until it is here too, or among the exclusions with a r
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -142,17 +143,63 @@ def test_a_thousand_steps_in_float64(theirs: type, given: OptimizerInput) -> Non
     assert_run_close(ours, classic, params, RUN_F64)
 
 
-# A step's rounding is an ulp; over a run they add up, and a curved loss makes them grow or fade.
-F32_EPS = 64
+# A step's rounding is an ulp; over a run they add up, and a curved loss makes them grow or fade. functricks.optimizers
+# states these numbers.
+F32_ULPS = {100: 64, 1000: 256}
+
+
+def assert_within_ulps(theirs: type, given: OptimizerInput, steps: int) -> None:
+    """In ulps of the leaf's largest entry, at the start or at the end."""
+    params, classic, ours = both(theirs, given, torch.float32, steps)
+    for name, leaf in classic.items():
+        size = max(params[name].abs().max().item(), leaf.abs().max().item())
+        ulps = (ours[name] - leaf).abs().max().item() / (torch.finfo(torch.float32).eps * size)
+        assert ulps <= F32_ULPS[steps], f"{name}: {ulps:.1f} ulps"
 
 
 @pytest.mark.parametrize(("theirs", "given"), list(configurations()))
 def test_a_hundred_steps_in_float32(theirs: type, given: OptimizerInput) -> None:
-    params, classic, ours = both(theirs, given, torch.float32, 100)
-    for name, leaf in classic.items():
-        size = max(params[name].abs().max().item(), leaf.abs().max().item())
-        gap = (ours[name] - leaf).abs().max().item()
-        assert gap <= F32_EPS * torch.finfo(torch.float32).eps * size, f"{name}: {gap / size / 1.2e-7:.1f} eps"
+    assert_within_ulps(theirs, given, 100)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("theirs", "given"), list(configurations()))
+def test_a_thousand_steps_in_float32(theirs: type, given: OptimizerInput) -> None:
+    assert_within_ulps(theirs, given, 1000)
+
+
+def test_the_ulps_are_those_that_the_documentation_states() -> None:
+    text = " ".join((optimizers.__doc__ or "").split())
+    assert f"{F32_ULPS[100]} ulps of its largest entry after 100 steps and {F32_ULPS[1000]} after 1,000" in text
+    for name in EXCLUDED:
+        assert f"``{name}``" in text
+
+
+def test_an_optimizer_or_an_argument_that_joins_pytorch_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests above fail, as they promise."""
+
+    class Newcomer(torch.optim.SGD):
+        pass
+
+    class Adam(torch.optim.Adam):
+        def __init__(self, params: Any, lr: float = 1e-3, curvature: float = 0.0) -> None:
+            super().__init__(params, lr)
+
+    known = list(optim_db)
+    monkeypatch.setattr(torch.optim, "Newcomer", Newcomer, raising=False)
+    with pytest.raises(AssertionError, match="optim_db does not list them all"):
+        test_every_optimizer_of_pytorch_is_here_or_excluded()
+    monkeypatch.setattr(f"{__name__}.optim_db", [*known, copy_of(known[0], Newcomer)])
+    with pytest.raises(AssertionError, match="newcomer"):
+        test_every_optimizer_of_pytorch_is_here_or_excluded()
+    with pytest.raises(AssertionError, match="curvature"):
+        test_arguments_and_defaults_are_those_of_pytorch(Adam)
+
+
+def copy_of(info: Any, theirs: type) -> Any:
+    other = copy.copy(info)
+    other.optim_cls = theirs
+    return other
 
 
 def test_a_difference_is_seen() -> None:

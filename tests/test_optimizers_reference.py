@@ -13,7 +13,7 @@ from torch import Tensor
 import functricks as F
 
 Params = dict[str, Tensor]
-STEPS = 300
+STEPS = 1000
 
 
 def start() -> Params:
@@ -92,6 +92,16 @@ def test_lamb_moves_every_leaf_by_lr_times_its_norm() -> None:
     updates, _ = F.lamb(0.25).update(gradient(params, 0), F.lamb(0.25).init(params), params)
     for name, leaf in params.items():
         torch.testing.assert_close(updates[name].norm(), 0.25 * leaf.norm(), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("name", ["lion", "lamb", "schedule_free_adamw"])
+def test_ascent_is_descent_of_the_negative(name: str) -> None:
+    params, make = start(), getattr(F, name)
+    up, down = make(0.1, weight_decay=0.0, maximize=True), make(0.1, weight_decay=0.0)
+    grads = gradient(params, 0)
+    found, _ = up.update(grads, up.init(params), params)
+    expected, _ = down.update({path: -leaf for path, leaf in grads.items()}, down.init(params), params)
+    assert_close(found, expected)
 
 
 # --- schedule-free ---------------------------------------------------------------------------------------------------

@@ -151,6 +151,57 @@ def test_plateau_writes_the_rate() -> None:
     assert seen == [1.0, 0.5, 0.5, 0.25]
 
 
+@pytest.mark.parametrize("lr", [0.1, 0.5])
+@pytest.mark.parametrize("patience", [0, 1, 3])
+def test_plateau_drives_adam_as_in_pytorch(lr: float, patience: int) -> None:
+    """By PyTorch, alone and as lanes with a patience each."""
+    metrics = [1.0, 0.9, 0.95, 0.9, 0.91, 0.92, 0.5, 0.5, 0.6, 0.7, 0.8, 0.9]
+    leaf = torch.nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
+    classic = torch.optim.Adam([leaf], lr)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(classic, factor=0.5, patience=patience)
+    for metric in metrics:
+        leaf.grad = torch.cos(leaf.detach())
+        classic.step()
+        scheduler.step(metric)
+
+    def run(patience: Any) -> Tensor:
+        plateau = F.schedules.reduce_on_plateau(factor=0.5, patience=patience)
+        optimizer = F.inject_hyperparams(F.adam)(lr=lr)
+        params: Any = {"w": torch.tensor(1.0, dtype=torch.float64)}
+        state, memory = optimizer.init(params), plateau.init(lr)
+        for metric in metrics:
+            updates, state = optimizer.update({"w": torch.cos(params["w"])}, state, params)
+            params = F.apply_updates(params, updates)
+            rate, memory = plateau.update(metric, memory)
+            state = state._replace(hyperparams={**state.hyperparams, "lr": rate})
+        return params["w"]
+
+    torch.testing.assert_close(run(patience), leaf.detach(), rtol=1e-12, atol=0)
+    lanes = torch.vmap(run)(torch.tensor([patience, 9]))
+    torch.testing.assert_close(lanes[0], leaf.detach(), rtol=1e-12, atol=0)
+    assert lanes[1] != lanes[0]
+
+
+def test_master_weights_by_lane() -> None:
+    """Each lane keeps its own float32 copies: small steps of one rate add up, of another they are large enough."""
+    rates = torch.tensor([1e-3, 1e-2, 0.25])
+
+    def run(lr: Any) -> Any:
+        optimizer = F.master_weights(F.sgd(lr))
+        params: Any = {"w": torch.ones(2, dtype=torch.bfloat16)}
+        state = optimizer.init(params)
+        for _ in range(6):
+            updates, state = optimizer.update({"w": torch.ones(2, dtype=torch.bfloat16)}, state, params)
+            params = F.apply_updates(params, updates)
+        return params, state.master
+
+    found = torch.vmap(run)(rates)
+    for i, rate in enumerate(rates):
+        params, master = lane(found, i)
+        assert_close(master, {"w": torch.full((2,), 1 - 6 * rate.item())})
+        assert_same(params, {"w": master["w"].bfloat16()})
+
+
 def test_hyperparams_by_lane_and_their_gradient() -> None:
     def loss(lr: Tensor) -> Tensor:
         optimizer = F.inject_hyperparams(F.sgd)(lr=lr)

@@ -5,6 +5,10 @@ leaves that decay, ``learning_rates={"head.*": 10.0}`` multiplies the rate of so
 beside the arithmetic (``foreach``, ``fused``, ``capturable``, ``differentiable``) is no argument here: the fast way is
 taken where it exists, and everything is differentiable.
 
+After 1,000 steps in float64 the displacement is PyTorch's to 1e-10, relative. In float32 a leaf is within 64 ulps of
+its largest entry after 100 steps and 256 after 1,000: decoupled decay and the step are one update here, added once,
+where PyTorch writes twice. For half-precision parameters the state is float32 here, and half in PyTorch.
+
 Not here: ``LBFGS``, which calls the loss again within a step, and ``SparseAdam``, since gradients are dense.
 """
 

@@ -29,7 +29,11 @@ def adam(
     learning_rates: dict[str, Number] | None = None,
     decoupled_weight_decay: bool = False,
 ) -> Transform:
-    """Adam: :func:`~functricks.scale_by_adam`, with L2 regularisation in the gradient.
+    r"""Adam: the running mean of the gradient over the root of that of its square, with L2 regularisation.
+
+    .. math:: \theta \mapsto \theta - \eta\, u_t
+
+    with :math:`u_t` that of :func:`~functricks.scale_by_adam` for the gradient :math:`g_t + \lambda \theta`.
 
     Classic: :class:`torch.optim.Adam`. Reference: Kingma and Ba 2015, arXiv:1412.6980.
 
@@ -37,7 +41,8 @@ def adam(
         lr: the learning rate: a number, a 0-d tensor or a schedule.
         betas: see :func:`~functricks.scale_by_adam`, as ``eps`` and ``amsgrad``.
         eps: >= 0.
-        weight_decay: L2 regularisation, added to the gradient before the moments see it. :func:`adamw` decouples it.
+        weight_decay: :math:`\lambda`, L2 regularisation, added to the gradient before the moments see it. :func:`adamw`
+            decouples it.
         amsgrad: use the largest second moment so far.
         maximize: ascend instead of descend.
         decay_where: the leaves that decay; all by default.
@@ -70,7 +75,11 @@ def adamw(
     decay_where: tree.Where | None = None,
     learning_rates: dict[str, Number] | None = None,
 ) -> Transform:
-    r"""Adam with decoupled weight decay: :math:`\theta \mapsto \theta - \eta (u_t + \lambda \theta)`.
+    r"""Adam with decoupled weight decay.
+
+    .. math:: \theta \mapsto \theta - \eta (u_t + \lambda \theta)
+
+    with :math:`u_t` that of :func:`~functricks.scale_by_adam`.
 
     Classic: :class:`torch.optim.AdamW`. Reference: Loshchilov and Hutter 2019, arXiv:1711.05101.
 
@@ -112,7 +121,7 @@ def scale_by_nadam(betas: tuple[Number, Number], eps: Number, momentum_decay: Nu
     beta1, beta2 = betas
 
     def momentum_at(step: Tensor) -> Tensor:
-        return double(beta1) * (1.0 - 0.5 * torch.pow(0.96, step * double(momentum_decay)))
+        return double(beta1) * (1.0 - 0.5 * torch.pow(0.96, step.double() * double(momentum_decay)))
 
     def init(params: Params) -> ScaleByNadamState:
         return ScaleByNadamState(counter(params), counter(params).double() + 1, statistic(params), statistic(params))

@@ -81,8 +81,9 @@ def asgd(
 
     for :math:`t = 0, 1, \dots`. ``averaged(state, params)`` reads :math:`\bar\theta`.
 
-    Classic: :class:`torch.optim.ASGD`, which keeps :math:`\eta_t` in float32; here it is float64. Its average is in
-    ``optimizer.state[p]["ax"]``. Reference: Polyak and Juditsky 1992.
+    Classic: :class:`torch.optim.ASGD`, which keeps :math:`\eta_t` in float32; here it is float64. It computes
+    :math:`\eta_t` at the end of the step before, so that a scheduler acts one step late there, and a schedule at once
+    here. Its average is in ``optimizer.state[p]["ax"]``. Reference: Polyak and Juditsky 1992.
 
     Args:
         lr: the learning rate: a number, a 0-d tensor or a schedule.

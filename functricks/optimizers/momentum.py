@@ -27,7 +27,8 @@ def sgd(
 
     .. math:: \theta \mapsto \theta - \eta\, b_t, \qquad b_t = \mu b_{t-1} + (1 - \tau)(g_t + \lambda \theta)
 
-    Classic: :class:`torch.optim.SGD`.
+    Classic: :class:`torch.optim.SGD`, whose ``momentum_buffer`` is half for half-precision parameters.
+    Reference: Sutskever et al. 2013, "On the importance of initialization and momentum in deep learning".
 
     Args:
         lr: the learning rate: a number, a 0-d tensor or a schedule.

@@ -155,7 +155,11 @@ def rmsprop(
     decay_where: tree.Where | None = None,
     learning_rates: dict[str, Number] | None = None,
 ) -> Transform:
-    """:func:`~functricks.scale_by_rms`, with momentum after it.
+    r"""Divide every entry's gradient by the root of a running mean of its square, with momentum after it.
+
+    .. math:: \theta \mapsto \theta - \eta\, b_t, \qquad b_t = \mu b_{t-1} + u_t
+
+    with :math:`u_t` that of :func:`~functricks.scale_by_rms` for the gradient :math:`g_t + \lambda \theta`.
 
     Classic: :class:`torch.optim.RMSprop`. Reference: Tieleman and Hinton 2012, lecture 6.5.
 
@@ -163,8 +167,8 @@ def rmsprop(
         lr: the learning rate: a number, a 0-d tensor or a schedule.
         alpha: see :func:`~functricks.scale_by_rms`, as ``eps`` and ``centered``.
         eps: >= 0.
-        weight_decay: L2 regularisation.
-        momentum: see :func:`~functricks.trace`.
+        weight_decay: :math:`\lambda`, L2 regularisation.
+        momentum: :math:`\mu`, see :func:`~functricks.trace`.
         centered: divide by the standard deviation.
         maximize: see :func:`~functricks.adam`, as ``decay_where`` and ``learning_rates``.
 

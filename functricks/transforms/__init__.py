@@ -16,7 +16,8 @@ What holds for all of them:
 """
 
 from functricks.transforms.composing import apply_updates, chain, named_chain, skip_nonfinite
-from functricks.transforms.groups import freeze, layer_decay, masked, partition
+from functricks.transforms.groups import freeze, masked, partition
+from functricks.transforms.layers import layer_decay
 from functricks.transforms.moments import scale_by_adam, scale_by_rms, trace
 from functricks.transforms.scaling import (
     add_decayed_weights,

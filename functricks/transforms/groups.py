@@ -14,16 +14,14 @@ gradient only: it has no state, and its updates are zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
-
-from torch import Tensor
 
 from functricks import tree
 from functricks.transforms.base import check_number, stateless
 from functricks.types import Grads, Number, Params, State, Transform, Updates
 
-__all__ = ["freeze", "layer_decay", "masked", "partition"]
+__all__ = ["freeze", "masked", "partition"]
 
 
 def partition(transforms: dict[str, Transform], labels: Any) -> Transform:
@@ -130,7 +128,7 @@ def scale_by_path(factors: dict[str, Number], *, name: str) -> Callable[[Grads],
 
     def update(grads: Grads) -> Updates:
         matches = {glob: tree.select(glob, grads, name=name) for glob in factors}
-        _check_once(matches, name)
+        check_once(matches, name)
         updates: dict[str, Any] = {}
         for glob, factor in factors.items():
             updates.update(tree.scale(tree.pick(grads, matches[glob]), factor))
@@ -139,7 +137,8 @@ def scale_by_path(factors: dict[str, Number], *, name: str) -> Callable[[Grads],
     return update
 
 
-def _check_once(matches: dict[str, dict[str, bool]], name: str) -> None:
+def check_once(matches: dict[str, dict[str, bool]], name: str) -> None:
+    """Raise for leaves that more than one glob matches, and name both."""
     owners: dict[str, list[str]] = {}
     for glob, chosen in matches.items():
         for path, hit in chosen.items():
@@ -147,102 +146,3 @@ def _check_once(matches: dict[str, dict[str, bool]], name: str) -> None:
     twice = {path: globs for path, globs in owners.items() if len(globs) > 1}
     if twice:
         raise ValueError(f"{name}: parameters that more than one glob matches: {twice}")
-
-
-# --- layer-wise decay ------------------------------------------------------------------------------------------------
-
-Layers = Sequence[str | Sequence[str]] | Callable[[str], int]
-
-# Components of paths, in the layouts of timm and HuggingFace.
-_BELOW = ("embed", "cls_token", "mask_token", "dist_token", "register_token", "reg_token", "wte", "wpe", "stem")
-_FINAL_NORMS = ("norm", "layernorm", "layer_norm", "ln_f", "final_layernorm", "final_layer_norm")
-
-
-def layer_decay(rate: Number, layers: Layers | None = None) -> Transform:
-    r"""Multiply the updates by ``rate`` once for every layer between a leaf and the head.
-
-    .. math:: u \mapsto \gamma^{L - l}\, u
-
-    with layer 0 the embeddings, layer :math:`i + 1` the i-th block, and the last layer :math:`L` the head. Put it after
-    an optimizer, whose learning rate it scales layer by layer: ``chain(adamw(1e-3), layer_decay(0.8))``.
-
-    Classic: timm's ``param_groups_layer_decay``, the "layer-wise learning rate decay" of ELECTRA and BEiT recipes.
-    Reference: Clark et al. 2020, arXiv:2003.10555; Howard and Ruder 2018, arXiv:1801.06146.
-
-    Args:
-        rate: :math:`\gamma`, usually in [0.5, 1].
-        layers: the layers from the bottom up, each a glob or a sequence of globs; or a callable ``path -> layer``. By
-            default they are read from the paths, which must have numbered blocks: ``blocks.3.attn.qkv.weight`` (timm),
-            ``bert.encoder.layer.3.output.dense.weight`` (HuggingFace), ``h.3.attn`` (GPT-2). Embeddings, tokens and
-            stems are layer 0, a norm that follows the blocks belongs to the last of them, as in timm, and what is left
-            is the head.
-
-    Raises ``ValueError`` for a leaf that is in no layer or in two, and names it.
-
-    >>> import torch
-    >>> decay = layer_decay(0.5, layers=["embed.*", "block.*", "head.*"])
-    >>> ones = {"embed.w": torch.tensor(1.0), "block.w": torch.tensor(1.0), "head.w": torch.tensor(1.0)}
-    >>> decay.update(ones, decay.init(ones), ones)[0]
-    {'embed.w': tensor(0.2500), 'block.w': tensor(0.5000), 'head.w': tensor(1.)}
-    """
-    check_number("layer_decay: rate", rate, minimum=0.0)
-
-    def update(grads: Grads, params: Params) -> Updates:
-        depths = _depths(layers, params)
-        top = max([0, *depths.values()])
-        updates: dict[str, Any] = {}
-        for depth in sorted(set(depths.values())):
-            chosen = {path: own == depth for path, own in depths.items()}
-            factor: Number = rate.double() ** (top - depth) if isinstance(rate, Tensor) else rate ** (top - depth)
-            updates.update(tree.scale(tree.pick(grads, chosen), factor))
-        return tree.from_named(grads, updates)
-
-    return stateless(update)
-
-
-def _depths(layers: Layers | None, params: Params) -> dict[str, int]:
-    """Return ``{path: layer}`` for every leaf."""
-    paths = tree.paths(params)
-    if layers is None:
-        return dict(zip(paths, _standard_depths(tuple(paths)), strict=True))
-    if callable(layers):
-        return {path: layers(path) for path in paths}
-    matches = (
-        {str(i): tree.select(globs, params, name="layer_decay") for i, globs in enumerate(layers)} if paths else {}
-    )
-    _check_once(matches, "layer_decay: layers")
-    depths = {path: int(layer) for layer, chosen in matches.items() for path, hit in chosen.items() if hit}
-    left_out = [path for path in paths if path not in depths]
-    if left_out:
-        raise ValueError(f"layer_decay: parameters in no layer: {', '.join(left_out)}")
-    return depths
-
-
-def _standard_depths(paths: tuple[str, ...]) -> tuple[int, ...]:
-    """Read the layers from the numbered blocks: the numbered list that holds the most leaves."""
-    lists: dict[str, list[int]] = {}
-    for path in paths:
-        parts = path.split(".")
-        for i, part in enumerate(parts):
-            if part.isdigit() and i:
-                lists.setdefault(".".join(parts[:i]) + ".", []).append(int(part))
-                break  # lists inside a block are parts of it
-    if paths and not lists:
-        raise ValueError(f"layer_decay: no numbered blocks in the paths, pass layers=; have: {', '.join(paths)}")
-    blocks = max(lists, key=lambda prefix: len(lists[prefix]), default="")
-    numbers = {number: i for i, number in enumerate(sorted(set(lists.get(blocks, []))))}
-    return tuple(_standard_depth(path, blocks, numbers) for path in paths)
-
-
-_standard_depths.__dict__["_dynamo_marked_constant"] = True  # paths are constants: nothing to trace
-
-
-def _standard_depth(path: str, blocks: str, numbers: dict[int, int]) -> int:
-    if path.startswith(blocks):
-        return numbers[int(path[len(blocks) :].split(".")[0])] + 1
-    parts = path.lower().split(".")
-    if any(word in part for part in parts for word in _BELOW):
-        return 0
-    beside_blocks = blocks.lower().startswith("".join(f"{part}." for part in parts[:-2]))
-    is_final_norm = len(parts) > 1 and parts[-2] in _FINAL_NORMS and beside_blocks
-    return len(numbers) if is_final_norm else len(numbers) + 1

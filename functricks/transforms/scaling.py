@@ -94,8 +94,8 @@ def scale_by_learning_rate(lr: Number | Schedule, learning_rates: dict[str, Numb
 def add_decayed_weights(weight_decay: Number, where: tree.Where | None = None) -> Transform:
     r"""Add :math:`\lambda \theta` to the gradient.
 
-    Before an adaptive scaling this is L2 regularisation (``torch.optim.Adam(weight_decay=)``), after it decoupled
-    weight decay (``torch.optim.AdamW``). Reference: Loshchilov and Hutter 2019, arXiv:1711.05101.
+    Classic: before an adaptive scaling this is L2 regularisation (``torch.optim.Adam(weight_decay=)``), after it
+    decoupled weight decay (``torch.optim.AdamW``). Reference: Loshchilov and Hutter 2019, arXiv:1711.05101.
 
     Args:
         weight_decay: :math:`\lambda \ge 0`.
@@ -130,7 +130,7 @@ def add_noise(key: Tensor, eta: Number = 0.01, gamma: Number = 0.55) -> Transfor
 
     .. math:: g_t \mapsto g_t + \mathcal{N}\left(0, \frac{\eta}{(1 + t)^\gamma}\right), \qquad t = 0, 1, \dots
 
-    Reference: Neelakantan et al. 2015, arXiv:1511.06807, with the paper's values as defaults.
+    PyTorch has none. Reference: Neelakantan et al. 2015, arXiv:1511.06807, with the paper's values as defaults.
 
     Args:
         key: from :func:`functricks.random.key`. The draw of a leaf depends on the key, the step and the leaf's path
@@ -168,7 +168,8 @@ def centralize() -> Transform:
     .. math:: g_i \mapsto g_i - \frac{1}{n} \sum_{j=1}^n g_{ij}
 
     with :math:`i` the first axis, as in ``torch.nn.Linear`` and convolutions, and :math:`j` all others.
-    Reference: Yong et al. 2020, "Gradient centralization", arXiv:2004.01461.
+
+    PyTorch has none. Reference: Yong et al. 2020, "Gradient centralization", arXiv:2004.01461.
 
     >>> centralize().update({"w": torch.tensor([[1.0, 3.0]]), "b": torch.tensor([5.0])}, (), {})[0]
     {'w': tensor([[-1.,  1.]]), 'b': tensor([5.])}
@@ -188,8 +189,9 @@ def scale_by_trust_ratio(trust_coefficient: Number = 1.0, eps: Number = 0.0) -> 
 
     .. math:: u \mapsto u \cdot \frac{c\, \lVert \theta \rVert}{\lVert u \rVert + \epsilon}
 
-    and unchanged where one of the two norms is zero. Reference: You et al. 2017, arXiv:1708.03888; You et al. 2020,
-    arXiv:1904.00962.
+    and unchanged where one of the two norms is zero.
+
+    PyTorch has none. Reference: You et al. 2017, arXiv:1708.03888; You et al. 2020, arXiv:1904.00962.
 
     Args:
         trust_coefficient: :math:`c \ge 0`.

@@ -119,8 +119,8 @@ def lookahead(transform: Transform, sync_period: int | Tensor = 5, slow_step_siz
 
     every :math:`k` steps. ``averaged(state, params)`` reads the slow weights :math:`\phi`.
 
-    Reference: Zhang et al. 2019, arXiv:1907.08610, with the paper's values as defaults. The inner state is kept at a
-    synchronisation, as the paper does for most of its results.
+    PyTorch has none. Reference: Zhang et al. 2019, arXiv:1907.08610, with the paper's values as defaults. The inner
+    state is kept at a synchronisation, as the paper does for most of its results.
 
     Args:
         transform: the fast optimizer.
@@ -195,12 +195,19 @@ def inject_hyperparams(maker: Callable[..., Transform], static: Collection[str] 
 
     def make(*args: Any, **kwargs: Any) -> Transform:
         given = signature.bind(*args, **kwargs).arguments
-        maker(**{name: 0.5 if is_schedule(v) and name not in fixed else v for name, v in given.items()})  # check now
+        maker(**{name: v if name in fixed else _without_schedules(v) for name, v in given.items()})  # check now
         live = {name: value for name, value in given.items() if name not in fixed and _is_live(value)}
         rest = {name: value for name, value in given.items() if name not in live}
         return _injected(lambda values: maker(**rest, **values), live)
 
     return make
+
+
+def _without_schedules(value: Any) -> Any:
+    """Put a tensor, whose value no maker checks, in the place of a schedule."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(_without_schedules(one) for one in value)
+    return torch.tensor(0.5) if is_schedule(value) else value
 
 
 def _is_live(value: Any) -> bool:

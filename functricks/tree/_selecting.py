@@ -5,7 +5,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
-from functricks.tree._walking import Tree, named_leaves, structure_error
+from functricks.tree._walking import Tree, children_of, named_leaves, structure_error
 
 Where: TypeAlias = Any
 """A selector: a glob on dotted paths, several globs, a predicate ``(path, leaf) -> bool``, or a tree of bools."""
@@ -18,6 +18,11 @@ def _match(names: tuple[str, ...], globs: tuple[str, ...]) -> tuple[bool, ...]:
 # fnmatch does not trace, and paths are constants. This is all that torch.compiler.assume_constant_result does, but for
 # importing the compiler, which takes a second.
 _match.__dict__["_dynamo_marked_constant"] = True
+
+
+def is_function(given: Any) -> bool:
+    """Is this a function of path and leaf? A tree of bools may be callable too: a NamedTuple with ``__call__``."""
+    return callable(given) and children_of(given) is None
 
 
 def select(where: Where, tree: Tree, *, name: str = "select") -> dict[str, bool]:
@@ -41,7 +46,7 @@ def select(where: Where, tree: Tree, *, name: str = "select") -> dict[str, bool]
             if named and not any(_match(tuple(named), (glob,))):
                 raise ValueError(f"{name}: where={glob!r} matches no parameter; have: {', '.join(named)}")
         chosen = dict(zip(named, _match(tuple(named), tuple(globs)), strict=True))
-    elif callable(where):
+    elif is_function(where):
         chosen = {path: bool(where(path, leaf)) for path, leaf in named.items()}
     else:
         chosen = _bools(where, tree, name)
@@ -71,7 +76,7 @@ def label(labels: Any, tree: Tree, *, name: str = "labels") -> dict[str, str]:
     Raises ``ValueError`` that names the leaves without a label.
     """
     named = named_leaves(tree)
-    if callable(labels):
+    if is_function(labels):
         found = {path: labels(path, leaf) for path, leaf in named.items()}
     else:
         given = named_leaves(labels)
