@@ -99,7 +99,8 @@ class _Task:
         metrics = {f"{self.name}.loss": found.loss, f"{self.name}.weighted_loss": weighted, **own}
         grads = tree.scale(tree.wide(found.grads), self.factor)
         if not tree.holds_everywhere(present):
-            grads = tree.where(present, grads, tree.zeros_like(grads))  # over no weight, there may be a numerator
+            # over no weight there may be a numerator, as of smoothed rows of a class of no weight
+            grads = tree.pointwise(lambda leaf, kept: torch.where(kept, leaf, 0.0), grads, coefficients=(present,))
         return Gradient(grads, weighted, found.weight, found.carry, metrics)
 
     def slope(self, loss: Tensor, present: Tensor) -> dict[str, Tensor]:
