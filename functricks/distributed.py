@@ -65,7 +65,7 @@ from functricks.experiments.configs import Config
 from functricks.experiments.configs import group as grouped
 from functricks.experiments.running import Progress
 from functricks.gradients._accumulation import added, divided
-from functricks.types import Batch, Carry, GradFn, Gradient, Loss, Number, Params
+from functricks.types import Batch, Carry, GradFn, Gradient, Loss, Number, Params, weight_of
 
 __all__ = [
     "Idle",
@@ -317,7 +317,7 @@ def global_mean(loss: Loss, group: Group = None, *, weight: Tensor | None = None
     >>> global_mean(Loss(torch.tensor([1.0, 6.0]), torch.tensor([1.0, 3.0])))
     tensor(1.7500)
     """
-    own = (loss.weights.sum() if weight is None else weight).detach()
+    own = (weight_of(loss) if weight is None else weight).detach()
     size = _place(group)[1]
     total = _summed("global_mean", [own], group)[0] if size > 1 else own
     numerator = loss.values.sum(dtype=tree.compute_dtype(loss.values.dtype))

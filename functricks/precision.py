@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from functricks import tree
-from functricks.transforms.base import check_number
+from functricks.transforms.base import check_integer, check_number
 from functricks.types import Batch, Loss, LossFn, Number, Params, State
 
 __all__ = ["LossScale", "LossScaleState", "autocast", "cast", "dynamic_loss_scale", "static_loss_scale"]
@@ -87,6 +87,9 @@ def _wide(x: Any) -> Any:
 # --- loss scaling ----------------------------------------------------------------------------------------------------
 
 
+_SMALLEST = 2.0**-149  # of float32, with subnormal numbers
+
+
 class LossScaleState(NamedTuple):
     """``scale``, float32; ``growth_tracker``, int64: finite steps since the scale last changed."""
 
@@ -129,11 +132,12 @@ def dynamic_loss_scale(
     tensor(8.)
     tensor(4.)
     """
-    _check_positive("dynamic_loss_scale: init_scale", init_scale)
-    _check_positive("dynamic_loss_scale: min_scale", min_scale)
-    _check_positive("dynamic_loss_scale: backoff_factor", backoff_factor)
+    _check_scale("dynamic_loss_scale: init_scale", init_scale)
+    _check_scale("dynamic_loss_scale: min_scale", min_scale)
     check_number("dynamic_loss_scale: backoff_factor", backoff_factor, below=1.0)
-    check_number("dynamic_loss_scale: growth_interval", growth_interval, minimum=1)
+    if not isinstance(backoff_factor, Tensor) and not backoff_factor > 0:
+        raise ValueError(f"dynamic_loss_scale: backoff_factor must be > 0, got {backoff_factor!r}")
+    check_integer("dynamic_loss_scale: growth_interval", growth_interval, 1)
     if not isinstance(growth_factor, Tensor) and not growth_factor > 1:
         raise ValueError(f"dynamic_loss_scale: growth_factor must be > 1, got {growth_factor!r}")
 
@@ -163,7 +167,7 @@ def static_loss_scale(scale: Number) -> LossScale:
     >>> scaler.update(scaler.init(), torch.tensor(False)).scale
     tensor(128.)
     """
-    _check_positive("static_loss_scale: scale", scale)
+    _check_scale("static_loss_scale: scale", scale)
     return LossScale(lambda: _start(scale), lambda state, finite: state)
 
 
@@ -176,7 +180,8 @@ def _float32(value: Number, like: Tensor) -> Tensor:
     return torch.as_tensor(value, dtype=torch.float32, device=like.device)
 
 
-def _check_positive(name: str, value: Number) -> None:
+def _check_scale(name: str, value: Number) -> None:
+    """Raise unless a scale is a float32 > 0: from one that rounds to 0 or inf, no step would ever come back."""
     check_number(name, value)
-    if not isinstance(value, Tensor) and not value > 0:
-        raise ValueError(f"{name} must be > 0, got {value!r}")
+    if not isinstance(value, Tensor) and not _SMALLEST <= value <= torch.finfo(torch.float32).max:
+        raise ValueError(f"{name} must be > 0 and in the range of float32, got {value!r}")

@@ -10,7 +10,7 @@ from torch import Tensor
 from functricks import tree
 from functricks.precision import LossScale
 from functricks.transforms import apply_updates
-from functricks.transforms.base import check_number, counter
+from functricks.transforms.base import check_integer, counter
 from functricks.types import Batch, Carry, GradFn, Params, StepInfo, TrainState, TrainStep, Transform
 
 __all__ = ["train_step"]
@@ -54,7 +54,7 @@ def train_step(
     if loss_scale is not None and not isinstance(loss_scale, LossScale):
         raise TypeError(f"train_step: loss_scale must be a LossScale, got {loss_scale!r}")
     if freeze_nonfinite is not None:
-        check_number("train_step: freeze_nonfinite", freeze_nonfinite, minimum=1)
+        check_integer("train_step: freeze_nonfinite", freeze_nonfinite, 1)
         if not skip_nonfinite:
             raise ValueError("train_step: freeze_nonfinite needs skip_nonfinite")
 

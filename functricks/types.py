@@ -67,7 +67,9 @@ class Loss(NamedTuple):
 
     Args:
         values: the loss of every element, of any shape.
-        weights: the same shape, float32 or wider.
+        weights: the same shape; what is not float32 or wider (a mask, half precision) is summed as float32.
+
+    Where both are added up, unlike shapes raise ``ValueError``.
 
     >>> loss = Loss(torch.tensor([1.0, 6.0]), torch.tensor([1.0, 3.0]))
     >>> loss.mean()
@@ -78,15 +80,28 @@ class Loss(NamedTuple):
     weights: Tensor
 
     def mean(self) -> Tensor:
-        """Return the weighted mean, in the dtype of ``values``; NaN where the weights sum to zero, as in PyTorch."""
+        """Return the weighted mean; NaN where the weights sum to zero, as in PyTorch.
+
+        In the dtype of ``values``, float32 where that is none of floating point (hits and misses, say).
+        """
         wide = torch.promote_types(self.values.dtype, torch.float32)
-        total = self.weights.sum().to(wide)
+        total = weight_of(self).to(wide)
         mean = (self.values.sum(dtype=wide) / total).masked_fill(total == 0, float("nan"))
-        return mean.to(self.values.dtype)
+        return mean.to(self.values.dtype) if self.values.is_floating_point() else mean
 
     def sum(self) -> Tensor:
         """Return the sum of the values; the weights play no part."""
         return self.values.sum()
+
+
+def weight_of(loss: Loss) -> Tensor:
+    """Return the sum of a loss's weights, float32 or wider: in bfloat16, 257 rows would count as 256."""
+    if loss.values.shape != loss.weights.shape:
+        raise ValueError(
+            f"Loss: values and weights must have the same shape, got {tuple(loss.values.shape)} and "
+            f"{tuple(loss.weights.shape)}; expand the weights"
+        )
+    return loss.weights.sum(dtype=torch.promote_types(loss.weights.dtype, torch.float32))
 
 
 class Gradient(NamedTuple):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from functricks import Loss, accumulate, bn_momentum_for, fgm, gradient, losses, pgd, tree
+from functricks import Gradient, Loss, accumulate, bn_momentum_for, fgm, gradient, losses, pgd, tree
 
 ROWS, FEATURES, CLASSES, LENGTH = 13, 5, 4, 3
 
@@ -127,6 +127,37 @@ def test_half_precision_sums_in_float32() -> None:
     assert parts.grads["w"].item() == 1.0078125
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.bool, torch.int64])
+@pytest.mark.parametrize("split", [{"micro_batches": 1}, {"micro_batches": 5}])
+def test_rows_are_counted_in_float32(split: Any, dtype: torch.dtype) -> None:
+    """4097 is odd and beyond the digits of half precision."""
+    grad_fn = gradient(lambda w, x: Loss(w * x, torch.ones_like(x).to(dtype)))
+    found = accumulate(grad_fn, **split)(torch.tensor(1.0), torch.arange(4097.0))
+    assert (found.weight.dtype, found.weight) == (torch.float32, 4097)
+    assert found.grads.item() == pytest.approx(2048, rel=1e-6)
+
+
+def test_weights_of_a_gradient_function_of_one_s_own_are_counted_in_float32() -> None:
+    def own(params: Any, batch: Tensor, carry: Any = (), *, scale: Any = None) -> Gradient:
+        return Gradient(batch.mean(), batch.mean(), torch.tensor(2.0, dtype=torch.bfloat16), carry, {"m": batch.mean()})
+
+    found = accumulate(own, micro_batch_size=1)(torch.tensor(1.0), torch.ones(300))
+    assert (found.weight, found.grads, found.loss, found.metrics["m"]) == (600, 1, 1, 1)
+
+
+@pytest.mark.parametrize("split", [{"micro_batches": 3}, {"micro_batch_size": 3}])
+def test_an_empty_batch_weighs_nothing(split: Any) -> None:
+    params = make_params(torch.float64)
+    batch = tree.map(lambda leaf: leaf[:0], make_batch(torch.float64))
+    for name in ("cross_entropy, smoothed and weighted", "mse"):
+        found = accumulate(with_metric(LOSSES[name]), **split)(params, batch)
+        assert_same(found.grads, tree.zeros_like(params))
+        assert (found.loss, found.weight, found.metrics["size"]) == (0, 0, 0)
+    mean = accumulate(gradient(lambda params, x: params["bias"].sum() * x["x"].mean()), **split)(params, batch)
+    assert_same(mean.grads, tree.zeros_like(params))
+    assert (mean.loss, mean.weight) == (0, 0)
+
+
 # --- field cases -----------------------------------------------------------------------------------------------------
 
 
@@ -201,6 +232,23 @@ def test_drop_first_last_and_all() -> None:
         found = grad_fn(torch.tensor(2.0), torch.tensor(batch), torch.tensor(7.0))
         assert found.grads.item() == mean
         assert found.carry.item() == 7 + 2 * mean
+
+
+def test_drop_of_all_weighs_nothing() -> None:
+    grad_fn = accumulate(gradient(counting, has_carry=True), 2, nonfinite="drop")
+    found = grad_fn(torch.tensor(2.0), torch.full((4,), float("nan")), torch.tensor(7.0))
+    assert (found.grads, found.loss, found.weight, found.carry) == (0, 0, 0, 7)
+
+
+def test_drop_under_a_scale_keeps_what_overflowed() -> None:
+    """Without a scale such a gradient is left out; with one it is the scale that has to fall."""
+    grad_fn = accumulate(gradient(lambda w, x: (w * x).mean()), 2, nonfinite="drop")
+    params, batch = torch.tensor(1.0), torch.tensor([1.0, 3.0])
+    assert not torch.isfinite(grad_fn(params, batch, scale=torch.tensor(3e38)).grads)
+    assert grad_fn(params, batch, scale=torch.tensor(2.0)).grads == 2
+    assert grad_fn(params, torch.tensor([1.0, float("nan")]), scale=torch.tensor(2.0)).grads == 1
+    root = accumulate(gradient(lambda w, x: (w * x).sqrt().mean()), 2, nonfinite="drop")  # infinite slope at 0
+    assert root(torch.tensor(0.25), torch.tensor([0.0, 1.0])).grads == 1
 
 
 def test_drop_per_lane() -> None:
@@ -341,8 +389,11 @@ def test_bn_momentum_for() -> None:
         bn_momentum_for(4, torch.tensor(0.1, dtype=torch.float64)), torch.tensor(momentum, dtype=torch.float64)
     )
     assert bn_momentum_for(1, 0.3) == pytest.approx(0.3)
-    with pytest.raises(ValueError, match="accumulation_steps must be an integer >= 1, got 0"):
-        bn_momentum_for(0)
+    for steps in (0, 2.5):
+        with pytest.raises(ValueError, match="accumulation_steps must be an integer >= 1, got"):
+            bn_momentum_for(steps)
+    with pytest.raises(ValueError, match=r"momentum must be <= 1, got 1\.5"):
+        bn_momentum_for(2, 1.5)
 
 
 # --- memory and compile time -----------------------------------------------------------------------------------------

@@ -810,3 +810,23 @@ def test_arguments_that_do_not_fit_together() -> None:
     for loss_fn, match in wrong:
         with pytest.raises(TypeError, match=match):
             Loop(model, loss_fn, optimizer, has_metrics=True).step(numbers(1, 2))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_batch_without_rows_weighs_nothing(accumulate: int) -> None:
+    """The mean over no rows is NaN, and would take the window with it."""
+    model = nn.Linear(3, 1)
+    before = copy.deepcopy(model.state_dict())
+    loop = Loop(model, lambda model, x: model(x).square().mean(), SGD(model.parameters(), 0.1), accumulate=accumulate)
+    info = loop.step(torch.zeros(0, 3))
+    assert (info.loss, info.weight) == (0, 0)
+    if accumulate == 1:
+        assert info.applied
+        assert_same(model.state_dict(), before)
+        return
+    rows = torch.ones(2, 3)
+    expected = copy.deepcopy(model)
+    expected(rows).square().mean().backward()
+    info = loop.step(rows)
+    assert (info.applied, info.weight) == (True, 2)
+    assert_close(model.weight.detach(), (expected.weight - 0.1 * expected.weight.grad).detach())

@@ -113,6 +113,40 @@ def test_overflowing_gradients_keep_their_direction() -> None:
         assert_close(found, torch.full((1, 4), 0.25, dtype=dtype), 1)
 
 
+TINY = {torch.float16: 1e-7, torch.bfloat16: 1e-38, torch.float32: 1e-44, torch.float64: 1e-300}
+
+
+@pytest.mark.parametrize(("dtype", "size"), [*TINY.items(), (torch.float32, 1e-33), (torch.float32, 1.0)])
+def test_a_targeted_attack_is_the_other_way_however_small_the_gradient(size: float, dtype: torch.dtype) -> None:
+    weight = (torch.tensor([[3.0, 4.0]], dtype=torch.float64) * size).to(dtype)
+    assert weight.all()
+    exact = weight.double() / weight.double().div(size).norm() / size
+    for targeted in (False, True):
+        found = attack(
+            lambda x: (x * weight).sum(), torch.zeros(1, 2, dtype=dtype), norm="l2", epsilon=1.0, targeted=targeted
+        )
+        assert_close(found, (-exact if targeted else exact).to(dtype))
+
+
+def test_targeted_lanes_of_tiny_gradients() -> None:
+    sizes = torch.tensor([1.0, 1e-44])
+
+    def run(size: Tensor) -> Tensor:
+        weight = torch.tensor([[3.0, 4.0]]) * size
+        return attack(lambda x: (x * weight).sum(), torch.zeros(1, 2), norm="l2", epsilon=1.0, targeted=True)
+
+    assert_close(torch.vmap(run)(sizes), torch.tensor([[[-0.6, -0.8]]] * 2))
+
+
+@pytest.mark.parametrize("norm", ["l2", "linf"])
+@pytest.mark.parametrize("key", [None, random.key(0)])
+def test_an_empty_batch(norm: Any, key: Any) -> None:
+    x, mask = torch.zeros(0, 3, 5), torch.zeros(0, 3, dtype=torch.bool)
+    for per in DIMS:
+        found = attack(lambda x: x.square().sum(), x, norm=norm, per=per, epsilon=0.5, steps=3, mask=mask, key=key)
+        assert_same(found, x)
+
+
 def test_default_step_sizes() -> None:
     x = torch.zeros(1, 3)
     assert_close(attack(lambda x: x.sum(), x, epsilon=0.4), torch.full((1, 3), 0.4))
@@ -182,6 +216,13 @@ def test_errors() -> None:
         ({"epsilon": 1.0, "steps": 0}, "attack: steps must be an integer >= 1, got 0"),
         ({"epsilon": 1.0, "norm": "l1"}, "norm must be 'l2' or 'linf'"),
         ({"epsilon": 1.0, "per": "row"}, "got 'linf', 'row'"),
+        ({"epsilon": torch.ones(2)}, r"attack: epsilon must be one number, got a tensor of shape \(2,\)"),
+        ({"epsilon": 1.0, "clamp": (1.0, 0.0)}, r"clamp must be \(low, high\) with low <= high, got \(1\.0, 0\.0\)"),
+        (
+            {"epsilon": 1.0, "mask": torch.ones(3).bool()},
+            r"mask, of shape \(3,\), must be over the leading axes .* \(2, 3",
+        ),
+        ({"epsilon": 1.0, "mask": torch.ones(2, 2, 3).bool()}, r"mask, of shape \(2, 2, 3\), must be over the leading"),
         ({"epsilon": 1.0, "per": "token", "norm": "l2"}, "per='token' needs an input of three axes or more"),
     ):
         with pytest.raises(ValueError, match=text):

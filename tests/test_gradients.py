@@ -23,7 +23,7 @@ from helpers import (
 from torch import Tensor
 
 import functricks as F
-from functricks import Gradient, Loss, accumulate, gradient, losses
+from functricks import Gradient, Loss, accumulate, gradient, losses, tree
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
@@ -539,3 +539,40 @@ def test_every_combination_of_wrappers_agrees_between_back_ends() -> None:
     for outer, inner in itertools.permutations(wrappers, 2):
         by_func = outer(inner(gradient(cross_entropy)))(params, batch)
         assert_close(outer(inner(gradient(cross_entropy, backend="autograd")))(params, batch), by_func)
+
+
+# --- batches without rows, odd parameters ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["func", "autograd"])
+@pytest.mark.parametrize("loss_fn", [lambda p, x: (p * x).mean(), lambda p, x: p.log() * x.mean() + p])
+def test_a_mean_over_no_rows_is_zero_and_weighs_nothing(loss_fn: Any, backend: Any) -> None:
+    found = gradient(loss_fn, backend=backend)(torch.tensor(2.0), torch.zeros(0, 3))
+    assert (found.grads, found.loss, found.weight) == (0, 0, 0)
+
+
+def test_a_mean_over_no_rows_in_lanes_compiled_and_attacked() -> None:
+    def run(params: Any) -> Any:
+        grad_fn = gradient(lambda p, x: (p["w"] * x).square().mean())
+        wrapped = [F.fgm(grad_fn, 1.0, where="w"), F.pgd(grad_fn, 1.0, where="w"), F.sam(grad_fn), grad_fn]
+        return [tuple(one(params, torch.zeros(0, 3))) for one in wrapped]
+
+    params = {"w": torch.tensor([1.0, 2.0])}
+    with torch.no_grad():
+        found = torch.vmap(run)(params)
+    assert all(not leaf.any() for leaf in tree.leaves(found))
+    mean = gradient(lambda p, x: (p["w"] * x).square().mean())
+    alone = torch.compile(mean, fullgraph=True, backend="eager")({"w": torch.tensor(1.0)}, torch.zeros(0, 3))
+    assert all(not leaf.any() for leaf in tree.leaves(tuple(alone)))
+
+
+@pytest.mark.parametrize("backend", ["func", "autograd"])
+def test_parameters_must_be_floating_point(backend: Any) -> None:
+    params = {"w": torch.ones(2), "steps": torch.tensor(3)}
+    with pytest.raises(ValueError, match=r"parameters must be floating point, got \{'steps': torch.int64\}"):
+        gradient(lambda p, x: p["w"].sum(), backend=backend)(params, ())
+
+
+def test_a_loss_whose_weights_would_broadcast_raises() -> None:
+    with pytest.raises(ValueError, match=r"the same shape, got \(4, 2\) and \(4, 1\); expand the weights"):
+        gradient(lambda p, x: Loss(p * x, torch.ones(4, 1)))(torch.tensor(1.0), torch.ones(4, 2))

@@ -578,3 +578,47 @@ def test_weights_of_the_wrong_kind(options: dict[str, Any], error: type[Exceptio
     if "weight" in options:
         with pytest.raises(error, match=f"binary_cross_entropy: {message}"):
             losses.binary_cross_entropy(torch.full((2,), 0.5), torch.ones(2), **options)
+
+
+# --- transforms in transforms ----------------------------------------------------------------------------------------
+
+X, Y = torch.tensor([[0.3, -1.2], [0.8, 0.1]]).double(), torch.tensor([[0.7, 0.2], [0.4, 0.9]]).double()
+NESTED: dict[str, Any] = {
+    "l1_loss": lambda x, y: losses.l1_loss(x, y),
+    "mse_loss": lambda x, y: losses.mse_loss(x, y),
+    "mse_loss, weighted": lambda x, y: losses.mse_loss(x, y, weight=y),
+    "kl_divergence": lambda x, y: losses.kl_divergence(x.log_softmax(1), y),
+    "binary_cross_entropy": lambda x, y: losses.binary_cross_entropy(x.sigmoid(), y),
+    "binary_cross_entropy_with_logits": lambda x, y: losses.binary_cross_entropy_with_logits(x, y),
+    "sigmoid_focal_loss": lambda x, y: losses.sigmoid_focal_loss(x, y),
+    "cross_entropy": lambda x, y: losses.cross_entropy(x, y.softmax(1), label_smoothing=0.1),
+    "cross_entropy, indices": lambda x, y: losses.cross_entropy(x * y, torch.tensor([0, 1]), label_smoothing=0.1),
+    "focal_loss": lambda x, y: losses.focal_loss(x * y, torch.tensor([0, 1])),
+    "nll_loss": lambda x, y: losses.nll_loss((x * y).log_softmax(1), torch.tensor([0, 1])),
+    "info_nce": lambda x, y: losses.info_nce(x, y),
+    "ntxent": lambda x, y: losses.ntxent(x, y),
+    "supervised_contrastive": lambda x, y: losses.supervised_contrastive(torch.cat([x, y]), torch.tensor([0, 1, 0, 1])),
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_grad_of_vmap_of_vmap_of_grad(name: str) -> None:
+    """An inner level batches the input, another the target, and both are differentiated through."""
+    grad, vmap = torch.func.grad, torch.func.vmap
+    xs, ys = torch.stack([X, 0.5 * X]), torch.stack([Y, 0.8 * Y])
+
+    def step(x: Tensor, y: Tensor, rate: Tensor) -> Tensor:
+        loss = NESTED[name]
+        return loss(x - rate * grad(lambda x: loss(x, y).mean())(x), y).mean()
+
+    def lanes(rate: Tensor) -> Tensor:
+        return vmap(lambda x: vmap(lambda y: step(x, y, rate))(ys).sum())(xs).sum()
+
+    def loop(rate: Tensor) -> Tensor:
+        return sum((step(x, y, rate) for x in xs for y in ys), torch.zeros(()))
+
+    rates, nudge = torch.tensor([0.3, 0.7]).double(), 1e-6
+    for value, slope, rate in zip(vmap(lanes)(rates), vmap(grad(lanes))(rates), rates, strict=True):
+        assert value.item() == pytest.approx(loop(rate).item(), rel=1e-12)
+        assert slope.item() == pytest.approx(((loop(rate + nudge) - loop(rate - nudge)) / (2 * nudge)).item(), rel=1e-6)
+        assert slope != 0

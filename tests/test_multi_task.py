@@ -9,7 +9,7 @@ import torch
 from helpers import assert_close, assert_nonzero, assert_same, lane, stack
 from torch import Tensor
 
-from functricks import Loss, accumulate, gradient, multi_task, random, sgd, train_step, tree
+from functricks import Loss, accumulate, gradient, losses, multi_task, random, sgd, train_step, tree
 
 
 def regression(name: str, power: int = 1) -> Any:
@@ -111,6 +111,26 @@ def test_a_masked_task_pushes_nothing(weights: Any, conflicts: Any) -> None:
     assert_close(masked.loss, alone.loss)
     assert masked.grads["s"]["b"].item() == 0
     assert masked.metrics["b.weighted_loss"].item() == 0
+
+
+@pytest.mark.parametrize("conflicts", ["keep", "project"])
+def test_a_task_of_no_weight_pushes_nothing_though_it_has_a_numerator(conflicts: Any) -> None:
+    """Smoothed rows of a class of weight 0; in one lane only."""
+    class_weight = torch.tensor([0.0, 1.0])
+
+    def classify(params: Any, labels: Tensor) -> Loss:
+        return losses.cross_entropy(params["w"].expand(2, 2), labels, weight=class_weight, label_smoothing=0.2)
+
+    tasks = {"a": gradient(classify), "b": gradient(lambda params, labels: params["w"].square().mean())}
+    params, labels = {"w": torch.tensor([1.0, -2.0])}, torch.tensor([[0, 0], [0, 1]])
+    assert_nonzero(gradient(classify)(params, labels[0]).grads)
+    alone = multi_task({"b": tasks["b"]})(params, labels[0]).grads
+    run = multi_task(tasks, conflicts=conflicts)
+    assert_close(run(params, labels[0]).grads, alone)
+    lanes = torch.vmap(lambda labels: run(params, labels).grads)(labels)
+    assert_close(lane(lanes, 0), alone)
+    assert_close(lane(lanes, 1), run(params, labels[1]).grads)
+    assert not torch.allclose(lanes["w"][1], alone["w"])
 
 
 # --- conflicts -------------------------------------------------------------------------------------------------------
@@ -252,5 +272,7 @@ def test_errors() -> None:
         multi_task(TASKS, conflicts="drop")
     with pytest.raises(ValueError, match=r"no log-variance at 'sigma\.a' in the parameters; have: trunk"):
         multi_task(TASKS, "sigma")(params, batch)
+    with pytest.raises(ValueError, match=r"weights\['a'\] must be one number, got a tensor of shape \(2,\)"):
+        multi_task(TASKS, {"a": torch.ones(2), "b": 1.0})
     with pytest.raises(TypeError, match=r"weights\['a'\] must be a number"):
         multi_task(TASKS, {"a": "much", "b": 1.0})

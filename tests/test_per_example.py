@@ -6,10 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_close, assert_nonzero, lane, stack
+from helpers import assert_close, assert_nonzero, assert_same, lane, stack
 from torch import Tensor
 
-from functricks import Loss, accumulate, clip_per_example, gradient, losses, per_example_gradient, random
+from functricks import (
+    Gradient,
+    Loss,
+    accumulate,
+    clip_per_example,
+    gradient,
+    losses,
+    per_example_gradient,
+    random,
+    tree,
+)
 
 ROWS = 6
 
@@ -122,7 +132,45 @@ def test_vmap_over_the_bound_and_compile() -> None:
     assert_close(compiled, run(params, bounds[1]))
 
 
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_an_empty_batch(chunk_size: Any) -> None:
+    params, batch = problem()
+    empty, key = tuple(leaf[:0] for leaf in batch), random.key(0)
+
+    def with_carry(params: Any, batch: Any, carry: Tensor) -> Any:
+        loss, metrics = loss_fn(params, batch)
+        return loss, random.split(carry)[0], metrics
+
+    options = {"has_carry": True, "has_metrics": True, "chunk_size": chunk_size}
+    found = per_example_gradient(with_carry, **options)(params, empty, key)
+    full = per_example_gradient(with_carry, **options)(params, batch, key)
+    assert_same(found._replace(carry=()), Gradient(*tree.map(lambda leaf: leaf[:0], tuple(full._replace(carry=())))))
+    assert torch.equal(found.carry, key)
+    clipped = clip_per_example(with_carry, 0.3, **options)(params, empty, key)
+    assert_same(clipped.grads, tree.zeros_like(params))
+    assert (clipped.loss, clipped.weight, clipped.metrics["clipped"], clipped.metrics["size"]) == (0, 0, 0, 0)
+
+
+def test_an_empty_batch_whose_loss_reduces_inside() -> None:
+    """There vmap over no lanes raises an IndexError."""
+    found = per_example_gradient(lambda p, x: p * x.mean())(torch.tensor(1.0), torch.zeros(0, 3))
+    assert found.grads.shape == (0,)
+    assert clip_per_example(lambda p, x: p * x.mean(), 1.0)(torch.tensor(1.0), torch.zeros(0, 3)).grads.item() == 0
+
+
+def test_numbers_of_the_batch_go_to_every_example() -> None:
+    params, x = torch.tensor(1.0), torch.tensor([1.0, 3.0])
+    found = per_example_gradient(lambda p, b: (p * b["x"] * b["t"]).mean())(params, {"x": x, "t": torch.tensor(2.0)})
+    assert found.grads.tolist() == [2.0, 6.0]
+
+
 def test_errors() -> None:
+    with pytest.raises(ValueError, match=r"must share one leading axis, got lengths \{'0': 2, '1': 3\}"):
+        per_example_gradient(loss_fn)({}, (torch.ones(2), torch.ones(3)))
+    with pytest.raises(ValueError, match=r"must share one leading axis, got lengths \{\}"):
+        per_example_gradient(loss_fn)({}, torch.tensor(1.0))
+    with pytest.raises(ValueError, match=r"chunk_size must be an integer >= 1, got 2\.5"):
+        per_example_gradient(loss_fn, chunk_size=2.5)
     with pytest.raises(ValueError, match="max_norm must be >= 0, got -1"):
         clip_per_example(loss_fn, -1.0)
     with pytest.raises(ValueError, match="chunk_size must be an integer >= 1, got 0"):

@@ -637,5 +637,7 @@ def test_errors() -> None:
         awp(grad_fn)(case_params(), ())
     with pytest.raises(ValueError, match="vat: norm must be"):
         vat(grad_fn, predict, probe=zeros, key=random.key(0), norm="row")
+    with pytest.raises(ValueError, match="vat: xi must be > 0, got 0"):
+        vat(grad_fn, predict, probe=zeros, key=random.key(0), xi=0)
     with pytest.raises(ValueError, match=r"r_drop: the loss must have the shape .* \(5,\), got \(\)"):
         r_drop(dropped, lambda z, b: Loss(z.sum(), torch.ones(())))(make_params(), make_batch(), random.key(0))

@@ -285,13 +285,27 @@ def test_neighbours_of_a_bad_lane_do_not_notice(bad: float) -> None:
     assert ill.step.tolist() == [6, 1, 6]
 
 
+def test_an_overflow_is_seen_through_drop_and_a_bad_micro_batch_is_not() -> None:
+    """A gradient that overflows under the scale must make it fall; a micro-batch that is bad in itself must not."""
+    grad_fn = accumulate(gradient(lambda w, x: (w * x).mean()), 2, nonfinite="drop")
+    step = train_step(grad_fn, sgd(0.5), loss_scale=dynamic_loss_scale(2.0**127))
+    state = step.init(torch.tensor(1.0))
+    state, info = step.update(state, torch.tensor([4.0, 4.0]))
+    assert (info.applied, state.params, state.loss_scale.scale) == (False, 1.0, 2.0**126)
+    state, info = step.update(state, torch.tensor([1.0, math.nan]))
+    assert (info.applied, info.weight, state.params, state.loss_scale.scale) == (True, 1, 0.5, 2.0**126)
+
+
 def test_errors() -> None:
     for options, text in (
         ({"init_scale": 0.0}, "init_scale must be > 0"),
         ({"growth_factor": 1.0}, "growth_factor must be > 1"),
         ({"backoff_factor": 1.0}, "backoff_factor must be < 1"),
         ({"backoff_factor": 0.0}, "backoff_factor must be > 0"),
-        ({"growth_interval": 0}, "growth_interval must be >= 1"),
+        ({"growth_interval": 0}, "growth_interval must be an integer >= 1"),
+        ({"growth_interval": 2.5}, "growth_interval must be an integer >= 1"),
+        ({"init_scale": 1e39}, r"init_scale must be > 0 and in the range of float32, got 1e\+39"),
+        ({"min_scale": 1e-50}, "min_scale must be > 0 and in the range of float32, got 1e-50"),
         ({"min_scale": 0.0}, "min_scale must be > 0"),
     ):
         with pytest.raises(ValueError, match=f"dynamic_loss_scale: {text}"):
@@ -300,7 +314,7 @@ def test_errors() -> None:
         static_loss_scale(-1.0)
     with pytest.raises(TypeError, match="loss_scale must be a LossScale, got 1024"):
         train_step(gradient(lambda w, g: w), sgd(), loss_scale=1024)
-    with pytest.raises(ValueError, match="freeze_nonfinite must be >= 1, got 0"):
+    with pytest.raises(ValueError, match="freeze_nonfinite must be an integer >= 1, got 0"):
         train_step(gradient(lambda w, g: w), sgd(), freeze_nonfinite=0)
     with pytest.raises(ValueError, match="freeze_nonfinite needs skip_nonfinite"):
         train_step(gradient(lambda w, g: w), sgd(), freeze_nonfinite=1, skip_nonfinite=False)

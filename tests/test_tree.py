@@ -428,3 +428,12 @@ def test_lanes_are_seen_at_one_level_only() -> None:
     torch.vmap(torch.func.grad(look))(torch.ones(1))
     torch.func.grad(lambda x: torch.vmap(look)(x).sum())(torch.ones(1))
     assert seen == [None, 1, None, None, None, None]
+
+
+def test_add_scaled_widens_a_half_precision_term_before_it_multiplies() -> None:
+    """1 + 1/128 has eight digits, three times it ten: bfloat16 would round the product, in whichever way."""
+    total, term, c = {"w": torch.zeros(2)}, {"w": torch.full((2,), 1.0078125, dtype=torch.bfloat16)}, torch.tensor(3.0)
+    compiled = torch.compile(tree.add_scaled, fullgraph=True, backend="aot_eager")
+    differentiable = {"w": torch.zeros(2, requires_grad=True)}
+    found = [tree.add_scaled(total, term, c), compiled(total, term, c), tree.add_scaled(differentiable, term, c)]
+    assert [one["w"].tolist() for one in found] == [[3.0234375] * 2] * 3

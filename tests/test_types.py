@@ -40,6 +40,20 @@ def test_the_mean_of_parts_is_the_sum_of_numerators_over_the_sum_of_weights() ->
     torch.testing.assert_close(together, whole.mean(), rtol=1e-14, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.bool, torch.int64])
+def test_weights_are_counted_in_float32(dtype: torch.dtype) -> None:
+    """4097 is odd and beyond the digits of half precision."""
+    hits = torch.arange(4097) % 2 == 0
+    mean = Loss(hits, torch.ones(4097).to(dtype)).mean()
+    assert mean.dtype == torch.float32  # and not bool, in which a share is 0 or 1
+    assert mean.item() == pytest.approx(2049 / 4097, rel=1e-7)
+
+
+def test_weights_are_not_broadcast() -> None:
+    with pytest.raises(ValueError, match=r"values and weights must have the same shape, got \(4, 2\) and \(4,\)"):
+        Loss(torch.ones(4, 2), torch.ones(4)).mean()
+
+
 def test_types_pass_through_vmap_and_grad() -> None:
     x = torch.arange(3.0)
     state = TrainState(x, {"w": x}, (Empty(), x), {"key": x})

@@ -64,6 +64,38 @@ def test_weights_count() -> None:
     assert_close(updates, w(-3.25))
 
 
+def found_of(size: float, weight: torch.Tensor) -> Any:
+    return F.Gradient(w(size), torch.tensor(0.0), weight, (), {})
+
+
+def test_large_windows_are_counted_exactly() -> None:
+    """2**24 + 1 is no float32, and 257 no bfloat16."""
+    steps = F.multi_steps(F.sgd(1.0), 9)
+    state = steps.init(ONE)
+    for weight in (torch.tensor(2.0**24), torch.tensor(1.0), torch.tensor(1.0, dtype=torch.bfloat16)):
+        _, state = steps.update(found_of(1.0, weight), state, ONE)
+    assert (state.weight.dtype, state.weight) == (torch.float64, 2**24 + 2)
+
+
+def test_a_numerator_over_no_weight_counts() -> None:
+    """A smoothed row of a class of weight 0: gradient divides by 1, and so must who multiplies again."""
+    weight = torch.tensor([0.0, 1.0])
+
+    def grad_of(rows: slice) -> Any:
+        return F.gradient(
+            lambda p, batch: F.losses.cross_entropy(batch[0] + p["w"], batch[1], weight=weight, label_smoothing=0.2)
+        )(params, (logits[rows], targets[rows]))
+
+    params = {"w": torch.tensor([0.3, -0.1])}
+    logits, targets = torch.tensor([[1.0, 2.0], [0.5, -1.0]]), torch.tensor([0, 1])
+    steps = F.multi_steps(F.sgd(1.0), 2)
+    state = steps.init(params)
+    for row in range(2):
+        updates, state = steps.update(grad_of(slice(row, row + 1)), state, params)
+    assert grad_of(slice(0, 1)).weight == 0
+    assert_close(updates, {"w": -grad_of(slice(0, 2)).grads["w"]})
+
+
 def test_dropped_micro_batches() -> None:
     """Field case X11: 1, NaN, 3, 5 with k = 2 steps by 2, and 5 waits until it is flushed."""
     steps = F.multi_steps(F.sgd(1.0), 2)

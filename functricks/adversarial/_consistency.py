@@ -61,6 +61,8 @@ def vat(
     check_number("vat: epsilon", epsilon, minimum=0.0)
     check_number("vat: weight", weight, minimum=0.0)
     check_number("vat: xi", xi, minimum=0.0)
+    if not isinstance(xi, Tensor) and xi == 0:
+        raise ValueError("vat: xi must be > 0, got 0: at a distance of zero the divergence has no slope")
     check_steps("vat", steps)
     check_norm("vat", norm, ("leaf", "global", "example", "token"))
 

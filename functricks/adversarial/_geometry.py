@@ -16,7 +16,18 @@ from torch import Tensor
 from functricks import random, tree
 from functricks.types import Number
 
-__all__ = ["Norm", "check_norm", "check_steps", "length_of", "masked", "norms", "project", "random_point", "step"]
+__all__ = [
+    "Norm",
+    "check_norm",
+    "check_steps",
+    "length_of",
+    "masked",
+    "norms",
+    "over",
+    "project",
+    "random_point",
+    "step",
+]
 
 Norm = Literal["leaf", "global", "example", "token"]
 Named: TypeAlias = dict[str, Tensor]
@@ -66,10 +77,11 @@ def _along(leaf: Tensor, peak: Tensor, relative: Tensor, length: Number, exact: 
     safe = leaf if tree.holds_everywhere(usable) else torch.where(usable, leaf, 0.0)
     if exact or leaf.dtype == torch.float64:
         return (safe.double() / torch.where(usable, peak, 1.0) * factor).to(leaf.dtype)
-    if tree.holds_everywhere(factor <= _LARGE):
+    size = factor.abs()  # a step down the gradient has a negative length
+    if tree.holds_everywhere(size <= _LARGE):
         return (safe.float() * factor.float()).to(leaf.dtype)
-    first = torch.clamp(factor, max=_LARGE)
-    second = torch.where(factor > _LARGE, factor / _LARGE, 1.0)
+    first = torch.clamp(factor, -_LARGE, _LARGE)
+    second = torch.where(size > _LARGE, size / _LARGE, 1.0)
     return (safe.float() * first.float() * second.float()).to(leaf.dtype)
 
 
@@ -109,10 +121,18 @@ def masked(parts: Named, mask: Tensor | None) -> Named:
     """Return zeros where the mask, over the leading axes, is False."""
     if mask is None:
         return parts
-    return {
-        path: torch.where(mask.view(*mask.shape, *[1] * (leaf.ndim - mask.ndim)).bool(), leaf, 0.0)
-        for path, leaf in parts.items()
-    }
+    return {path: torch.where(over(mask, leaf), leaf, 0.0) for path, leaf in parts.items()}
+
+
+def over(mask: Tensor, leaf: Tensor) -> Tensor:
+    """Return a mask over the leading axes as one that broadcasts to the leaf; raise where it would enlarge it."""
+    sizes = zip(mask.shape, leaf.shape, strict=False)
+    if mask.ndim > leaf.ndim or any(size not in (1, full) for size, full in sizes):
+        raise ValueError(
+            f"adversarial: the mask, of shape {tuple(mask.shape)}, must be over the leading axes of what is perturbed, "
+            f"of shape {tuple(leaf.shape)}"
+        )
+    return mask.view(*mask.shape, *[1] * (leaf.ndim - mask.ndim)).bool()
 
 
 def check_norm(name: str, norm: Any, allowed: tuple[str, ...]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from functricks import random
-from functricks.adversarial._geometry import check_steps, masked, project, random_point, step
+from functricks.adversarial._geometry import check_steps, masked, over, project, random_point, step
 from functricks.gradients import gradient
 from functricks.gradients._loop import repeat
 from functricks.transforms.base import check_number
@@ -59,6 +59,8 @@ def attack(
             instead of at ``x``.
         unroll: compile a loop without a scan, for those who differentiate through it.
 
+    Raises ``ValueError`` for numbers out of range, and a mask that does not fit.
+
     Returns the moved input, detached from nothing: differentiate through it or not. Where a gradient is zero or not
     finite, nothing moves.
 
@@ -77,6 +79,8 @@ def attack(
         )
     if per == "token" and x.ndim < 3:
         raise ValueError(f"attack: per='token' needs an input of three axes or more, got shape {tuple(x.shape)}")
+    if clamp is not None and not any(isinstance(bound, Tensor) for bound in clamp) and not clamp[0] <= clamp[1]:
+        raise ValueError(f"attack: clamp must be (low, high) with low <= high, got {clamp!r}")
     length = step_size if step_size is not None else (epsilon if steps == 1 else 2.5 * epsilon / steps)
     length = -length if targeted else length
     gradient_of = gradient(lambda x, _: loss_of_input(x))
@@ -92,7 +96,7 @@ def attack(
 
     moved = x if key is None else _clamped(x + _start(key, x, epsilon, norm, per, mask), clamp)
     moved = repeat(ascend, ascend(moved, None), steps - 1, unroll=unroll)
-    return moved if mask is None else torch.where(_over(mask, x), moved, x)
+    return moved if mask is None else torch.where(over(mask, x), moved, x)
 
 
 def _start(key: Tensor, x: Tensor, epsilon: Number, norm: str, per: Any, mask: Tensor | None) -> Tensor:
@@ -109,10 +113,6 @@ def _sign(slope: Tensor) -> Tensor:
 def _like(value: Number, x: Tensor) -> Tensor:
     """Return a tensor of the dtype of ``x``: under ``vmap`` a 0-d tensor of another would promote it."""
     return torch.as_tensor(value, dtype=x.dtype, device=x.device)
-
-
-def _over(mask: Tensor, x: Tensor) -> Tensor:
-    return mask.view(*mask.shape, *[1] * (x.ndim - mask.ndim)).bool()
 
 
 def _clamped(x: Tensor, clamp: tuple[Number, Number] | None) -> Tensor:

@@ -40,7 +40,10 @@ def accumulate(
             has one row a part.
         micro_batch_size: instead, how many rows a part has; the last may have fewer.
         nonfinite: ``"keep"``: one bad micro-batch makes the whole gradient not finite, and ``train_step`` skips it.
-            ``"drop"``: it counts neither in the numerator nor in the denominator, and leaves the carry as before it.
+            ``"drop"``: it counts neither in the numerator nor in the denominator, and leaves the carry as before it;
+            where that leaves nothing, gradient, loss and weight are zero, as over a batch without valid elements, and
+            ``train_step`` takes that step. Under a loss scale, only a micro-batch whose *loss* is not finite is
+            dropped: a gradient that overflows has to be seen, so that the step is skipped and the scale falls.
         batch_norm: how BatchNorm's running statistics move. ``"sequential"``: once a micro-batch, as in a classic loop.
             ``"pooled"``: once, by the statistics of all inputs that it saw in the window, adversarial evaluations
             included: what one batch of them would have done. Needs BatchNorm from ``functricks.functional``, whose
@@ -81,7 +84,7 @@ def accumulate(
         def one(part: Batch, before: Carry, sums: _Sums | None = None) -> tuple[_Sums, Carry]:
             found = grad_fn(params, part, before, scale=scale)
             if nonfinite == "drop":
-                finite = tree.all_finite((found.grads, found.loss))
+                finite = tree.all_finite((found.grads, found.loss) if scale is None else found.loss)
                 found = tree.where(finite, found, tree.zeros_like(found)._replace(carry=before))
             return added(sums, found), found.carry
 
@@ -131,18 +134,19 @@ class _Sums(NamedTuple):
 
 def added(sums: _Sums | None, one: Gradient) -> _Sums:
     """Add a micro-batch, weighted, to the sums; None is nothing yet."""
-    nothing = one.weight == 0
+    weight = one.weight.to(torch.promote_types(one.weight.dtype, torch.float32))  # half precision cannot count
+    nothing = weight == 0
     # gradient divides by 1 where the weight is 0: a smoothed row of a class of no weight has a numerator all the same
-    factor = torch.where(nothing, 1, one.weight)
+    factor = torch.where(nothing, 1, weight)
     # while a metric over nothing is NaN, and counts for nothing
     metrics = {name: torch.where(nothing, 0.0, leaf) for name, leaf in one.metrics.items()}
     means = (one.grads, one.loss)
     if sums is None:
         wide_means, wide_metrics = tree.map(lambda leaf: leaf.to(_wide(leaf)), (means, metrics))
         grads, loss = tree.scale(wide_means, factor)
-        return _Sums(grads, loss, tree.scale(wide_metrics, one.weight), one.weight)
+        return _Sums(grads, loss, tree.scale(wide_metrics, weight), weight)
     grads, loss = tree.add_to_total((sums.grads, sums.loss), means, factor)
-    return _Sums(grads, loss, tree.add_scaled(sums.metrics, metrics, one.weight), sums.weight + one.weight)
+    return _Sums(grads, loss, tree.add_scaled(sums.metrics, metrics, weight), sums.weight + weight)
 
 
 def _wide(leaf: Tensor) -> torch.dtype:

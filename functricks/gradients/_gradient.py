@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from functricks import tree
-from functricks.types import Batch, Carry, GradFn, Gradient, Loss, LossFn, Number, Params
+from functricks.types import Batch, Carry, GradFn, Gradient, Loss, LossFn, Number, Params, weight_of
 
 __all__ = ["gradient"]
 
@@ -46,11 +46,12 @@ def gradient(
 
     The returned ``GradFn`` is ``(params, batch, carry=(), *, scale=None) -> Gradient``. ``scale`` multiplies the loss
     before differentiation, as float32, and is divided out of the gradient again. Over a weight of zero the sum counts
-    instead of the mean, so a batch without valid elements has a zero gradient and a zero loss. A leaf that the loss
-    does not use has a zero gradient.
+    instead of the mean, so a batch without valid elements, or without rows, has a zero gradient and a zero loss. A leaf
+    that the loss does not use has a zero gradient.
 
-    Raises ``ValueError`` when the loss is neither a ``Loss`` nor 0-d, when the leaves of the batch differ in length
-    under a 0-d loss, and with ``backend="autograd"`` when the result would silently lose a derivative.
+    Raises ``ValueError`` when a parameter is not floating point, when the loss is neither a ``Loss`` nor 0-d, when its
+    values and weights differ in shape, when the leaves of the batch differ in length under a 0-d loss, and with
+    ``backend="autograd"`` when the result would silently lose a derivative.
 
     >>> import torch
     >>> grad_fn = gradient(lambda params, batch: (params["w"] * batch).square().mean())
@@ -100,18 +101,35 @@ def _evaluate(
 
 
 def mean_and_weight(
-    loss: Any, batch: Batch, *, name: str = "gradient", what: str = "the loss function", items: str = "leaves"
+    loss: Any,
+    batch: Batch,
+    *,
+    name: str = "gradient",
+    what: str = "the loss function",
+    items: str = "leaves",
+    graph: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the mean of what a loss function returned, and its weight; the rest is for the caller's errors."""
+    """Return the mean of what a loss function returned, and its weight.
+
+    Args:
+        loss: what it returned.
+        batch: what it was called on.
+        name, what, items: for the caller's errors.
+        graph: keep the graph of a mean over no rows, which is zero then: ``backward`` needs one. A derivative of NaN
+            may come out of it.
+    """
     if isinstance(loss, Loss):
         wide = _wide(loss.values)
-        weight = loss.weights.sum()
+        weight = weight_of(loss)
         total = loss.values.sum(dtype=wide)
         return (total / torch.where(weight == 0, 1, weight)).to(wide), weight
     if not isinstance(loss, Tensor) or loss.ndim != 0:
         got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(f"{name}: {what} must return a Loss or a 0-d tensor, got {got}")
-    return loss, torch.full((), _batch_length(batch, name, items), dtype=_wide(loss), device=loss.device)
+    length = _batch_length(batch, name, items)
+    if not length:  # the mean of nothing is NaN
+        loss = torch.where(torch.ones_like(loss, dtype=torch.bool), 0.0, loss) if graph else torch.zeros_like(loss)
+    return loss, torch.full((), length, dtype=_wide(loss), device=loss.device)
 
 
 def _batch_length(batch: Batch, name: str, items: str) -> float:
@@ -131,13 +149,23 @@ Evaluate = Callable[[Params], tuple[Tensor, _Evaluated]]
 
 
 def _by_func(evaluate: Evaluate, params: Params) -> tuple[Params, _Evaluated]:
-    if not tree.leaves(params):
+    leaves = tree.leaves(params)
+    if not leaves:
         return params, evaluate(params)[1]
+    _check_floating(leaves, params)
     level = tree.lanes()
     if level is not None and not torch.is_grad_enabled() and _has_lane(params) and not _is_inference():
         return _below_lanes(evaluate, params, level)
     grads, done = torch.func.grad(evaluate, has_aux=True)(params)
     return grads, done
+
+
+def _check_floating(leaves: list[Tensor], params: Params) -> None:
+    if not all(leaf.is_floating_point() or leaf.is_complex() for leaf in leaves):
+        wrong = {p: x.dtype for p, x in tree.named_leaves(params).items() if not x.is_floating_point()}
+        raise ValueError(
+            f"gradient: parameters must be floating point, got {wrong}; counters and buffers belong in the carry"
+        )
 
 
 def _is_inference() -> bool:
@@ -174,6 +202,7 @@ def _below_lanes(evaluate: Evaluate, params: Params, level: int) -> tuple[Params
 
 def _by_autograd(evaluate: Evaluate, params: Params) -> tuple[Params, _Evaluated]:
     leaves, structure = tree.flatten(params)
+    _check_floating(leaves, params)
     with torch.enable_grad():
         inputs = [leaf.detach().requires_grad_() for leaf in leaves]
         total, done = evaluate(tree.unflatten(structure, inputs))

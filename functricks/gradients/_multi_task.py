@@ -98,6 +98,9 @@ class _Task:
         own = {f"{self.name}.{metric}": value for metric, value in found.metrics.items()}
         metrics = {f"{self.name}.loss": found.loss, f"{self.name}.weighted_loss": weighted, **own}
         grads = tree.scale(tree.wide(found.grads), self.factor)
+        if not tree.holds_everywhere(present):
+            # over no weight there may be a numerator, as of smoothed rows of a class of no weight
+            grads = tree.pointwise(lambda leaf, kept: torch.where(kept, leaf, 0.0), grads, coefficients=(present,))
         return Gradient(grads, weighted, found.weight, found.carry, metrics)
 
     def slope(self, loss: Tensor, present: Tensor) -> dict[str, Tensor]:

@@ -10,8 +10,8 @@ from torch import Tensor
 from functricks import tree
 from functricks.clipping import shrinkage
 from functricks.gradients._gradient import gradient
-from functricks.transforms.base import check_number
-from functricks.types import Batch, Carry, GradFn, Gradient, LossFn, Number, Params
+from functricks.transforms.base import check_integer, check_number
+from functricks.types import Batch, Carry, GradFn, Gradient, Grads, LossFn, Number, Params
 
 __all__ = ["clip_per_example", "per_example_gradient"]
 
@@ -34,25 +34,36 @@ def per_example_gradient(
         chunk_size: how many examples at a time, to bound memory; all by default.
 
     In the :class:`~functricks.Gradient`, ``grads``, ``loss``, ``weight`` and ``metrics`` have a leading axis, the
-    examples.
+    examples, of length zero for an empty batch, which leaves the carry as it was. 0-d leaves of the batch go to every
+    example.
+
+    Raises ``ValueError`` when the leaves of the batch do not share one leading axis.
 
     >>> import torch
     >>> grad_fn = per_example_gradient(lambda params, x: (params["w"] * x).mean())
     >>> grad_fn({"w": torch.tensor(1.0)}, torch.tensor([1.0, 3.0])).grads["w"]
     tensor([1., 3.])
     """
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"per_example_gradient: chunk_size must be an integer >= 1, got {chunk_size!r}")
+    if chunk_size is not None:
+        check_integer("per_example_gradient: chunk_size", chunk_size, 1)
     grad_fn = gradient(loss_fn, has_carry=has_carry, has_metrics=has_metrics)
 
     def per_example(params: Params, batch: Batch, carry: Carry = (), *, scale: Number | None = None) -> Gradient:
         leaves, structure = tree.flatten(batch)
+        axes = tuple(0 if leaf.ndim else None for leaf in leaves)
+        _check_rows(leaves, batch)
 
-        def one(*rows: Tensor) -> Any:
-            return tuple(grad_fn(params, tree.unflatten(structure, [row[None] for row in rows]), carry, scale=scale))
+        def one(*own: Tensor) -> Any:
+            example = [x if axis is None else x[None] for x, axis in zip(own, axes, strict=True)]
+            return tuple(grad_fn(params, tree.unflatten(structure, example), carry, scale=scale))
 
-        found = Gradient(*torch.vmap(one, chunk_size=chunk_size)(*leaves))
-        return found._replace(carry=tree.map(lambda leaf: leaf[0], found.carry) if has_carry else carry)
+        none = next(leaf.shape[0] for leaf in leaves if leaf.ndim) == 0
+        if none:  # there is nothing to map over; a row of zeros shows the form of the answer
+            leaves = [leaf.new_zeros(1, *leaf.shape[1:]) if leaf.ndim else leaf for leaf in leaves]
+        found = Gradient(*torch.vmap(one, axes, chunk_size=chunk_size)(*leaves))
+        if none:
+            found = Gradient(*tree.map(lambda leaf: leaf[:0], tuple(found._replace(carry=()))))
+        return found._replace(carry=tree.map(lambda leaf: leaf[0], found.carry) if has_carry and not none else carry)
 
     return per_example
 
@@ -95,8 +106,7 @@ def clip_per_example(
 
     def clipped(params: Params, batch: Batch, carry: Carry = (), *, scale: Number | None = None) -> Gradient:
         found = every(params, batch, carry, scale=scale)
-        first, second = torch.vmap(lambda grads: shrinkage(grads, max_norm)[0])(found.grads)
-        shrunk = torch.vmap(tree.scale)(found.grads, first)
+        shrunk, (first, second) = _shrunk(found, max_norm)
         weight = found.weight.sum()
         share = found.weight / torch.where(weight == 0, 1, weight)
         # gradient divides by 1 where the weight is 0
@@ -107,6 +117,23 @@ def clip_per_example(
         return Gradient(grads, _weighted_sum(found.loss, numerator), weight, found.carry, metrics)
 
     return clipped
+
+
+def _check_rows(leaves: list[Tensor], batch: Batch) -> None:
+    if len({leaf.shape[0] for leaf in leaves if leaf.ndim}) != 1:
+        raise ValueError(
+            f"per_example_gradient: the leaves of the batch must share one leading axis, got lengths "
+            f"{ {path: leaf.shape[0] for path, leaf in tree.named_leaves(batch).items() if leaf.ndim} }"
+        )
+
+
+def _shrunk(found: Gradient, max_norm: Number) -> tuple[Grads, tuple[Tensor, Tensor]]:
+    """Return the examples' gradients times the first of their two factors, and both factors."""
+    ones = torch.ones_like(found.weight, dtype=torch.float64)
+    if not len(ones) or not tree.leaves(found.grads):  # vmap needs something to map over
+        return found.grads, (ones, ones)
+    factors = torch.vmap(lambda grads: shrinkage(grads, max_norm)[0])(found.grads)
+    return torch.vmap(tree.scale)(found.grads, factors[0]), factors
 
 
 def _weighted_sum(rows: Tensor, share: Tensor) -> Tensor:

@@ -57,6 +57,10 @@ def check_number(
 ) -> None:
     """Validate a hyper-parameter where it is a Python number; a 0-d tensor passes, a schedule does not."""
     if isinstance(value, Tensor):
+        if value.ndim:
+            raise ValueError(
+                f"{name} must be one number, got a tensor of shape {tuple(value.shape)}; vmap gives each lane its own"
+            )
         return
     if callable(value):
         raise TypeError(
@@ -76,6 +80,7 @@ def check_number(
 def check_integer(name: str, value: Any, minimum: int) -> None:
     """Validate a count where it is a Python number; an integer tensor passes."""
     if isinstance(value, Tensor):
+        check_number(name, value)
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise ValueError(f"{name} must be an integer >= {minimum}, got {value!r}")

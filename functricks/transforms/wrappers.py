@@ -74,18 +74,21 @@ def multi_steps(transform: Transform, every: int | Tensor) -> MultiSteps:
     check_integer("multi_steps: every", every, 1)
 
     def init(params: Params) -> MultiStepsState:
-        return MultiStepsState(counter(params), counter(params).float(), statistic(params), transform.init(params))
+        # the weight in float64: as float32, a window of 2**24 tokens would stop growing by single ones
+        return MultiStepsState(counter(params), counter(params).double(), statistic(params), transform.init(params))
 
     def update(found: Grads | Gradient, state: MultiStepsState, params: Params) -> tuple[Updates, MultiStepsState]:
-        grads, weight = (found.grads, found.weight) if isinstance(found, Gradient) else (found, 1.0)
+        grads, weight = (found.grads, found.weight.double()) if isinstance(found, Gradient) else (found, 1.0)
         grads = matched("multi_steps", grads, state.total)
-        total = tree.add_scaled(state.total, grads, weight)
+        # gradient divides by 1 where the weight is 0: a smoothed row of a class of no weight still has a numerator
+        factor = torch.where(weight == 0, 1.0, weight) if isinstance(weight, Tensor) else weight
+        total = tree.add_scaled(state.total, grads, factor)
         grown = MultiStepsState(state.seen + 1, state.weight + weight, total, state.inner)
         return spend(grown, grown.seen >= every, params)
 
     def spend(state: MultiStepsState, due: Tensor, params: Params) -> tuple[Updates, MultiStepsState]:
         """Take the step, and choose whether it happened: under vmap some lanes take it and some do not."""
-        mean = tree.scale(state.total, 1.0 / torch.where(state.weight == 0, 1.0, state.weight).double())
+        mean = tree.scale(state.total, 1.0 / torch.where(state.weight == 0, 1.0, state.weight))
         updates, inner = transform.update(mean, state.inner, params)
         taken = MultiStepsState(
             torch.zeros_like(state.seen), torch.zeros_like(state.weight), tree.zeros_like(state.total), inner

@@ -84,7 +84,11 @@ def add_scaled(a: Tree, b: Tree, c: Number) -> Tree:
             return torch._foreach_addcmul(a, b, like_dtype(c, a))
         return torch._foreach_add(a, b, alpha=c)
 
-    return apply(lambda a, b, c: a + b * c, many, (a, b), (c,))
+    def one(a: Tensor, b: Tensor, c: Number) -> Tensor:
+        # a 0-d coefficient widens nothing: the product of a half-precision term would be rounded before it is added
+        return a + b.to(torch.promote_types(a.dtype, b.dtype)) * c
+
+    return apply(one, many, (a, b), (c,))
 
 
 def add_to_total(total: Tree, term: Tree, c: Number) -> Tree:
