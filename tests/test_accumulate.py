@@ -398,8 +398,9 @@ def test_bn_momentum_for() -> None:
         bn_momentum_for(4, torch.tensor(0.1, dtype=torch.float64)), torch.tensor(momentum, dtype=torch.float64)
     )
     assert bn_momentum_for(1, 0.3) == pytest.approx(0.3)
-    with pytest.raises(ValueError, match="accumulation_steps must be an integer >= 1, got 0"):
-        bn_momentum_for(0)
+    for steps in (0, 2.5, True):
+        with pytest.raises(ValueError, match=f"accumulation_steps must be an integer >= 1, got {steps}"):
+            bn_momentum_for(steps)
 
 
 # --- memory and compile time -----------------------------------------------------------------------------------------

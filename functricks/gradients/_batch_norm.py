@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functricks.transforms.base import check_number
+from functricks.transforms.base import check_integer, check_number
 from functricks.types import Carry, Number
 
 __all__ = ["bn_momentum_for", "pool", "unpool"]
@@ -35,11 +35,12 @@ def bn_momentum_for(accumulation_steps: int, momentum: Number = 0.1) -> Number:
         accumulation_steps: N, the number of micro-batches, >= 1.
         momentum: m, of the whole batch; PyTorch's convention, the share of the new statistics.
 
+    Raises ``ValueError`` unless N is an integer >= 1 and m is >= 0.
+
     >>> round(bn_momentum_for(4, 0.1), 6)
     0.025996
     """
-    if accumulation_steps < 1:
-        raise ValueError(f"bn_momentum_for: accumulation_steps must be an integer >= 1, got {accumulation_steps!r}")
+    check_integer("bn_momentum_for: accumulation_steps", accumulation_steps, 1)
     check_number("bn_momentum_for: momentum", momentum, minimum=0.0)
     return 1 - (1 - momentum) ** (1 / accumulation_steps)
 
