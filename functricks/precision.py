@@ -49,7 +49,7 @@ def autocast(loss_fn: LossFn, device_type: str = "cuda", dtype: torch.dtype | No
     """Compute a loss under :class:`torch.autocast`: matrix products in half precision, sums and losses in float32.
 
     Classic: ``with torch.autocast(device_type, dtype):`` around the forward pass; side by side in
-    ``parity/precision.py``.
+    ``parity/pipeline.py``.
 
     Args:
         loss_fn: any loss function.
@@ -57,7 +57,7 @@ def autocast(loss_fn: LossFn, device_type: str = "cuda", dtype: torch.dtype | No
         dtype: float16 or bfloat16; PyTorch's default for the device: float16 on CUDA, bfloat16 on the CPU.
 
     The cache of cast weights is off: it would keep tensors of one evaluation, or of one ``torch.func`` transform, for
-    the next. The loss comes back in float32 or wider.
+    the next. The loss comes back in float32 or wider; :mod:`functricks.losses` keep float32 values on the way to it.
 
     >>> loss_fn = autocast(lambda params, x: (x @ params["w"]).mean(), "cpu", torch.bfloat16)
     >>> loss_fn({"w": torch.ones(1, 1)}, torch.tensor([[1.001]]))

@@ -38,7 +38,8 @@ def train_step(
         optimizer: a transform whose updates are added to the parameters.
         loss_scale: from :func:`~functricks.dynamic_loss_scale`; its state is saved with the rest.
         skip_nonfinite: False applies every step, as a bare PyTorch loop does.
-        freeze_nonfinite: after so many skips in a row the run has diverged, and stays where it is for good.
+        freeze_nonfinite: after so many skips in a row the run has diverged, and stays where it is for good. More than
+            a dynamic loss scale may need to come down from where it starts.
 
     Returns ``TrainStep(init, update)``: ``init(params, carry=()) -> TrainState`` and
     ``update(state, batch) -> (state, StepInfo)``. Both are pure. Under ``vmap`` each lane skips for itself: a diverged

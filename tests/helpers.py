@@ -7,6 +7,7 @@ comparison of zeros with zeros proves nothing, so :func:`assert_nonzero` guards 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "BFLOAT16_EPS",
@@ -21,6 +23,7 @@ __all__ = [
     "ONE_STEP_EPS",
     "RUN_F64",
     "Block",
+    "LiveBytes",
     "assert_close",
     "assert_half_close",
     "assert_nonzero",
@@ -254,3 +257,35 @@ def perturbed(tree: Any, path: str, amount: float) -> Any:
     flat = leaf.view(-1)
     flat[flat.abs().argmax()] *= 1 + amount
     return _pytree.tree_unflatten([*leaves[:index], leaf, *leaves[index + 1 :]], structure)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+class LiveBytes(TorchDispatchMode):
+    """The largest number of bytes alive at once among tensors made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in torch.utils._pytree.tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._add(leaf.untyped_storage())
+        return out
+
+    def _add(self, storage: Any) -> None:
+        place, size = storage.data_ptr(), storage.nbytes()
+        if place in self.known or not size:
+            return
+        self.known.add(place)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._drop, place, size)
+
+    def _drop(self, place: int, size: int) -> None:
+        self.known.discard(place)
+        self.now -= size

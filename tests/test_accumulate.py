@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from helpers import assert_close, assert_nonzero, assert_same, assert_untouched, lane, stack
+from helpers import LiveBytes, assert_close, assert_nonzero, assert_same, assert_untouched, lane, stack
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from functricks import Gradient, Loss, accumulate, bn_momentum_for, fgm, gradient, losses, pgd, tree
 
@@ -57,26 +55,69 @@ def classes(loss: Callable[..., Loss], smooth: float = 0.0, weighted: bool = Fal
     return score
 
 
+def answers(batch: Any) -> Tensor:
+    """Yes or no for every class; those of an ignored token are ignored."""
+    return torch.where(batch["labels"][..., None] == -100, -100, batch["answers"])
+
+
+def rowwise(queries: Tensor, batch: Any) -> Loss:
+    """Queries against keys that are the same for every part."""
+    keys = torch.linspace(-1, 1, 4 * CLASSES, dtype=queries.dtype).reshape(4, CLASSES).cos()
+    loss = losses.info_nce(queries.reshape(-1, CLASSES), keys, labels=batch["labels"].reshape(-1), normalize=False)
+    return Loss(*(leaf.reshape(batch["labels"].shape) for leaf in loss))
+
+
 LOSSES: dict[str, Callable[[Tensor, Any], Loss]] = {
     "cross_entropy": classes(losses.cross_entropy),
     "cross_entropy, weighted": classes(losses.cross_entropy, weighted=True),
     "cross_entropy, smoothed": classes(losses.cross_entropy, 0.1),
     "cross_entropy, smoothed and weighted": classes(losses.cross_entropy, 0.1, True),
+    "cross_entropy, smoothed and weighted by row": classes(losses.cross_entropy, 0.1, True, weight_mode="row"),
     "cross_entropy, probabilities": lambda logits, batch: losses.cross_entropy(
         logits.movedim(-1, 1), batch["scores"].softmax(-1).movedim(-1, 1)
     ),
+    "cross_entropy, probabilities, smoothed and weighted": lambda logits, batch: losses.cross_entropy(
+        logits.movedim(-1, 1),
+        batch["scores"].softmax(-1).movedim(-1, 1),
+        weight=CLASS_WEIGHT.to(logits.dtype),
+        label_smoothing=0.1,
+    ),
     "cross_entropy, temperature": classes(losses.cross_entropy, temperature=0.5),
-    "focal": classes(losses.focal_loss, gamma=1.5),
-    "focal, weighted": classes(losses.focal_loss, weighted=True),
-    "nll": lambda logits, batch: losses.nll_loss(logits.log_softmax(-1).movedim(-1, 1), batch["labels"]),
-    "bce": lambda logits, batch: losses.binary_cross_entropy(logits.sigmoid(), batch["answers"]),
-    "bce with logits": lambda logits, batch: losses.binary_cross_entropy_with_logits(logits, batch["answers"]),
-    "sigmoid focal": lambda logits, batch: losses.sigmoid_focal_loss(logits, batch["answers"]),
-    "l1": lambda logits, batch: losses.l1_loss(logits, batch["scores"]),
-    "mse": lambda logits, batch: losses.mse_loss(logits, batch["scores"]),
-    "mse, weighted": lambda logits, batch: losses.mse_loss(logits, batch["scores"], weight=batch["weights"]),
-    "kl": lambda logits, batch: losses.kl_divergence(logits.log_softmax(-1), batch["scores"].softmax(-1)),
+    "focal_loss": classes(losses.focal_loss, gamma=1.5),
+    "focal_loss, weighted": classes(losses.focal_loss, weighted=True),
+    "focal_loss, smoothed and weighted": classes(losses.focal_loss, 0.1, True, gamma=0.5),
+    "nll_loss": lambda logits, batch: losses.nll_loss(logits.log_softmax(-1).movedim(-1, 1), batch["labels"]),
+    "nll_loss, weighted": lambda logits, batch: losses.nll_loss(
+        logits.log_softmax(-1).movedim(-1, 1), batch["labels"], weight=CLASS_WEIGHT.to(logits.dtype)
+    ),
+    "binary_cross_entropy": lambda logits, batch: losses.binary_cross_entropy(logits.sigmoid(), batch["answers"]),
+    "binary_cross_entropy, weighted and ignored": lambda logits, batch: losses.binary_cross_entropy(
+        logits.sigmoid(), answers(batch), weight=batch["weights"]
+    ),
+    "binary_cross_entropy_with_logits": lambda logits, batch: losses.binary_cross_entropy_with_logits(
+        logits, batch["answers"]
+    ),
+    "binary_cross_entropy_with_logits, weighted and ignored": lambda logits, batch: (
+        losses.binary_cross_entropy_with_logits(
+            logits, answers(batch), weight=batch["weights"], pos_weight=CLASS_WEIGHT.to(logits.dtype)
+        )
+    ),
+    "sigmoid_focal_loss": lambda logits, batch: losses.sigmoid_focal_loss(logits, batch["answers"]),
+    "sigmoid_focal_loss, ignored": lambda logits, batch: losses.sigmoid_focal_loss(
+        logits, answers(batch), gamma=0.5, alpha=None
+    ),
+    "l1_loss": lambda logits, batch: losses.l1_loss(logits, batch["scores"]),
+    "l1_loss, weighted": lambda logits, batch: losses.l1_loss(logits, batch["scores"], weight=batch["weights"]),
+    "mse_loss": lambda logits, batch: losses.mse_loss(logits, batch["scores"]),
+    "mse_loss, weighted": lambda logits, batch: losses.mse_loss(logits, batch["scores"], weight=batch["weights"]),
+    "kl_divergence": lambda logits, batch: losses.kl_divergence(logits.log_softmax(-1), batch["scores"].softmax(-1)),
+    "kl_divergence, log_target": lambda logits, batch: losses.kl_divergence(
+        logits.log_softmax(-1), batch["scores"].log_softmax(-1), log_target=True
+    ),
+    "info_nce, keys of its own": rowwise,
 }
+COMPARES_ROWS = {"ntxent", "supervised_contrastive"}  # what a row costs depends on what is beside it
+NO_LOSSES = {"softmax", "log_softmax"}
 
 
 def loss_fn(score: Callable[[Tensor, Any], Loss], params: Any, batch: Any) -> tuple[Loss, dict[str, Tensor]]:
@@ -105,6 +146,22 @@ def test_equals_the_full_batch(name: str, dtype: torch.dtype) -> None:
             parts = accumulate(grad_fn, **split)(params, batch)
         assert_close(parts.grads, whole.grads)
         assert_close((parts.loss, parts.weight, parts.metrics), (whole.loss, whole.weight, whole.metrics))
+
+
+def test_every_loss_of_the_library_is_here() -> None:
+    assert {name.split(",")[0] for name in LOSSES} == {*losses.__all__} - COMPARES_ROWS - NO_LOSSES
+
+
+def test_losses_that_compare_rows_are_those_of_the_parts() -> None:
+    """As documented: not the whole batch's, but the weighted mean over the parts, each by itself."""
+    z, labels = torch.randn(8, 3, dtype=torch.float64), torch.tensor([0, 1, 0, 1, 2, 2, 2, 3])
+    grad_fn = gradient(lambda w, batch: losses.supervised_contrastive(batch[0] * w, batch[1]))
+    w = torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64)
+    found, whole = accumulate(grad_fn, 2)(w, (z, labels)), grad_fn(w, (z, labels))
+    first, second = (grad_fn(w, (z[rows], labels[rows])) for rows in (slice(0, 4), slice(4, 8)))
+    assert (first.weight, second.weight, whole.weight) == (4, 3, 7)
+    assert_close(found.grads, (4 * first.grads + 3 * second.grads) / 7)
+    assert not torch.allclose(found.grads, whole.grads)
 
 
 @given(st.integers(1, 20), st.integers(1, 20), st.booleans())
@@ -389,7 +446,7 @@ def test_bn_momentum_for() -> None:
         bn_momentum_for(4, torch.tensor(0.1, dtype=torch.float64)), torch.tensor(momentum, dtype=torch.float64)
     )
     assert bn_momentum_for(1, 0.3) == pytest.approx(0.3)
-    for steps in (0, 2.5):
+    for steps in (0, 2.5, True):
         with pytest.raises(ValueError, match="accumulation_steps must be an integer >= 1, got"):
             bn_momentum_for(steps)
     with pytest.raises(ValueError, match=r"momentum must be <= 1, got 1\.5"):
@@ -397,35 +454,6 @@ def test_bn_momentum_for() -> None:
 
 
 # --- memory and compile time -----------------------------------------------------------------------------------------
-
-
-class LiveBytes(TorchDispatchMode):
-    """The largest number of bytes alive at once among tensors made inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self.known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in torch.utils._pytree.tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self._add(leaf.untyped_storage())
-        return out
-
-    def _add(self, storage: Any) -> None:
-        place, size = storage.data_ptr(), storage.nbytes()
-        if place in self.known or not size:
-            return
-        self.known.add(place)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._drop, place, size)
-
-    def _drop(self, place: int, size: int) -> None:
-        self.known.discard(place)
-        self.now -= size
 
 
 @pytest.mark.parametrize("backend", ["func", "autograd"])
@@ -498,7 +526,7 @@ def test_compiles_under_vmap_with_batch_norm() -> None:
 def test_vmap_equals_the_loop() -> None:
     batch = make_batch(torch.float64)
     lanes = [make_params(torch.float64, seed) for seed in range(3)]
-    grad_fn = accumulate(with_metric(LOSSES["focal, weighted"]), 4)
+    grad_fn = accumulate(with_metric(LOSSES["focal_loss, weighted"]), 4)
     with torch.no_grad():
         found = torch.vmap(lambda params: tuple(grad_fn(params, batch)))(stack(lanes))
     for index, params in enumerate(lanes):

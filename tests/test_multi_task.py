@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_close, assert_nonzero, assert_same, lane, stack
+from helpers import LiveBytes, assert_close, assert_nonzero, assert_same, lane, stack
 from torch import Tensor
 
 from functricks import Loss, accumulate, gradient, losses, multi_task, random, sgd, train_step, tree
@@ -245,6 +245,28 @@ def test_inside_accumulate_is_exact_where_tasks_weigh_differently() -> None:
     found = multi_task({name: accumulate(task, micro_batch_size=2) for name, task in TASKS.items()}, "s")(params, batch)
     assert_close(found.grads, expected.grads)
     assert_close(found.loss, expected.loss)
+
+
+@pytest.mark.parametrize("conflicts", ["keep", "project"])
+@pytest.mark.parametrize("backend", ["func", "autograd"])
+def test_one_graph_is_alive_at_a_time(backend: Any, conflicts: Any) -> None:
+    """Four tasks take the memory of one, where their sum takes that of four."""
+
+    def deep(params: Tensor, x: Tensor) -> Tensor:
+        for _ in range(10):
+            x = torch.tanh(x * params)
+        return x.square().mean()
+
+    def peak(grad_fn: Any) -> int:
+        x, params = torch.randn(512, 64), torch.ones(64)
+        with LiveBytes() as live:
+            grad_fn(params, x)
+        return live.peak
+
+    one = gradient(deep, backend=backend)
+    together = gradient(lambda params, x: sum(deep(params, x) for _ in range(4)), backend=backend)
+    assert peak(together) > 3 * peak(one)  # the measure sees the graphs
+    assert peak(multi_task(dict.fromkeys("abcd", one), conflicts=conflicts)) < 1.1 * peak(one)
 
 
 def test_carry_goes_from_task_to_task() -> None:

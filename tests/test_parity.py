@@ -8,6 +8,7 @@ import math
 import pkgutil
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import nn
 import parity
 from functricks import gradient, losses, sgd
 from parity import __main__ as command
-from parity import accumulation, harness, speed, speed_lanes, tasks, timing
+from parity import accumulation, compositions, harness, speed, speed_lanes, tasks, timing
 from parity.faults import __main__ as faults_command
 from parity.faults.registry import faults, markdown
 from parity.harness import Run, Technique, measure
@@ -37,6 +38,13 @@ FEW = [
     "clip_by_global_norm",
     "accumulate, a micro-batch without a token",
     "pgd, projected",
+    "vat",
+    "r-drop",
+    "attack, l2",
+    "multi_steps, weights and a flush",
+    "multi_task in accumulate in sam",
+    "autocast in fgm in accumulate",
+    "pgd in accumulate in loss scale",
     "train_step, steps that are not finite",
     "dropout, batch norm, fgm of every micro-batch, accumulated",
     "whole recipe, a lane of a batched experiment",
@@ -64,6 +72,33 @@ def test_every_module_is_in_the_table() -> None:
     names = [module.name for module in pkgutil.iter_modules(parity.__path__)]
     modules = {name: importlib.import_module(f"parity.{name}") for name in names}
     assert {name for name in names if hasattr(modules[name], "TECHNIQUES")} == set(command.MODULES)
+
+
+def test_every_composition_has_a_row() -> None:
+    """Those of test_pipeline.py, which builds its list in another way."""
+    from test_pipeline import COMPOSITIONS
+
+    wanted = {" in ".join(names) for names in COMPOSITIONS}
+    assert len(wanted) > 100
+    assert wanted <= ALL.keys()
+
+
+def test_a_composition_in_another_order_is_off() -> None:
+    for names, other in (
+        (("fgm", "accumulate"), ("accumulate", "fgm")),
+        (("sam", "pgd", "accumulate"), ("pgd", "sam", "accumulate")),
+        (("autocast", "sam"), ("sam", "loss scale")),
+    ):
+        wrong = ALL[" in ".join(names)]._replace(functional=partial(compositions.functional, other))
+        assert not measure(wrong).row.ok, names
+
+
+def test_docstrings_name_files_that_exist() -> None:
+    root = Path(parity.__path__[0]).parent
+    texts = [path.read_text() for path in (root / "functricks").rglob("*.py")]
+    named = {name for text in texts for name in re.findall(r"parity/\w+\.py", text)}
+    assert named
+    assert [name for name in named if not (root / name).exists()] == []
 
 
 def test_names_are_unique() -> None:

@@ -19,6 +19,7 @@ from functricks import (
     awp,
     fgm,
     free_lb,
+    functional,
     gradient,
     losses,
     pgd,
@@ -335,17 +336,25 @@ def test_odd_gradients_move_nothing(dtype: torch.dtype, name: str, odd: str) -> 
         assert_same(at, params["w"])
 
 
+EXTREME = {  # one step from 0, as long as the strength, which awp counts in lengths of the weights
+    **WRAPPERS,
+    "pgd": lambda g: pgd(g, 0.5, 0.5, 1, where="w"),
+    "pgd, projected": lambda g: pgd(g, 0.5, 0.3, 3, where="w", norm="global"),
+    "free_lb": lambda g: free_lb(g, 0.5, 0.5, 2, where="w"),
+}
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["fgm", "sam"])
+@pytest.mark.parametrize("name", EXTREME)
 @pytest.mark.parametrize("extreme", ["huge", "tiny"])
 def test_extreme_gradients_keep_their_direction(dtype: torch.dtype, name: str, extreme: str) -> None:
     """The sum of squares leaves the dtype, the perturbation is as long as ever."""
     info = torch.finfo(dtype)
     size = info.max / 4 if extreme == "huge" else info.tiny
     slope = torch.tensor([1.0, -1.0, 1.0, 1.0], dtype=torch.float64).mul(size).to(dtype)
-    params = {"w": torch.zeros(4, dtype=dtype)}
-    moved = WRAPPERS[name](slope_of(slope))(params, (), []).carry[-1]
-    assert_close(moved, torch.tensor([0.25, -0.25, 0.25, 0.25], dtype=dtype), 1)
+    start = torch.full((4,), 0.5 if name == "awp" else 0.0, dtype=dtype)
+    moved = EXTREME[name](slope_of(slope))({"w": start}, (), []).carry[-1]
+    assert_close(moved - start, torch.tensor([0.25, -0.25, 0.25, 0.25], dtype=dtype), 2)
 
 
 @pytest.mark.parametrize("norm", ["example", "token"])
@@ -497,6 +506,71 @@ def test_r_drop_ignores_what_the_loss_ignores() -> None:
     found, expected = (grad_fn(params, b, key) for b in ({**ignored, "row": torch.arange(ROWS)}, kept))
     assert_close(found.grads, expected.grads, 32)  # sums in another order
     assert_close(found.metrics["divergence"], expected.metrics["divergence"])
+
+
+def test_r_drop_is_not_poisoned_by_what_the_loss_ignores() -> None:
+    params, labels = torch.ones(2, 3, dtype=torch.float64), torch.tensor([0, -100, 2])
+    rows = torch.tensor([[1.0, 2.0], [3.0, 4.0], [-1.0, 0.5]], dtype=torch.float64)
+
+    def run(bad: float) -> Any:
+        def predict(params: Tensor, rows: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
+            logits = rows @ params * torch.tensor([1.0, 0.5, 2.0]) * (1 + carry)
+            return logits + torch.tensor([0.0, bad, 0.0])[:, None], carry + 1
+
+        grad_fn = r_drop(predict, lambda logits, rows: losses.cross_entropy(logits, labels))
+        return grad_fn(params, rows, torch.tensor(0.0, dtype=torch.float64))
+
+    well = run(0.0)
+    assert_nonzero(well.grads)
+    assert well.metrics["divergence"] > 0
+    for bad in (math.nan, math.inf):
+        assert_same(tuple(run(bad)), tuple(well))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("odd", ["zero", "nan", "inf"])
+def test_vat_moves_nothing_along_an_odd_gradient(dtype: torch.dtype, odd: str) -> None:
+    """A row whose divergence has no gradient, or one that is not finite, is predicted where it is."""
+    seen = []
+
+    def predict(pair: Any, x: Tensor, carry: Any) -> Tensor:
+        seen.append(pair[1].detach())
+        slope = torch.tensor([[1.0], [ODD[odd]]], dtype=dtype)
+        return (x + pair[1] * slope) @ pair[0]
+
+    x, params = torch.ones(2, 3, dtype=dtype), torch.eye(3, dtype=dtype)
+    grad_fn = vat(
+        gradient(lambda p, x: p.float().sum()), predict, 0.5, probe=lambda p, x: x * 0, key=random.key(0), xi=0.1
+    )
+    grad_fn(params, x)
+    assert_same(seen[-1][1], torch.zeros(3, dtype=dtype))
+    assert_close(seen[-1][0].double().norm(), torch.tensor(0.5, dtype=torch.float64), 2 * eps_ratio(dtype))
+
+
+def eps_ratio(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps / torch.finfo(torch.float64).eps
+
+
+def test_a_tied_embedding_of_a_module_is_perturbed_once() -> None:
+    """Two names of one parameter in a real module: one leaf, one step, the gradient of the classic loop."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Embedding(7, 4), torch.nn.Tanh(), torch.nn.Linear(4, 7, bias=False)).double()
+    net[2].weight = net[0].weight
+    model = functional(net)
+    assert len(model.params) == 1
+    ids, labels = torch.tensor([1, 2, 5]), torch.tensor([2, 5, 0])
+
+    def loss_fn(params: Any, batch: Any) -> Loss:
+        return losses.cross_entropy(model.apply(params, model.buffers, batch[0])[0], batch[1])
+
+    found = fgm(gradient(loss_fn), 0.5, where="0.weight")(model.params, (ids, labels))
+    weight, start = net[0].weight, net[0].weight.detach().clone()
+    F.cross_entropy(net(ids), labels).backward()
+    with torch.no_grad():
+        weight.add_(0.5 * weight.grad / weight.grad.norm())
+    F.cross_entropy(net(ids), labels).backward()
+    assert_close((weight.detach() - start).norm(), torch.tensor(0.5, dtype=torch.float64))
+    assert_close(found.grads, {"0.weight": weight.grad}, 32)  # a norm summed in another order
 
 
 def dropped_rows(params: Any, batch: Any, key: Tensor) -> tuple[Tensor, Tensor]:

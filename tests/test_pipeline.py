@@ -1,7 +1,8 @@
 """Compositions of depth two and three: every pair and triple of techniques keeps the laws.
 
 The laws: inputs stay as they were; the state keeps its structure, shapes and dtypes; lanes equal the loop; two calls
-agree; the carry saw every evaluation; and, for a few of them, compiled equals eager.
+agree; the carry saw every evaluation; a loss scale changes no bit; derivatives are finite where a gradient is zero;
+and, for a few of them, compiled equals eager. ``parity/compositions.py`` has a nested classic loop beside each.
 """
 
 from __future__ import annotations
@@ -215,6 +216,43 @@ def test_accumulation_is_transparent(names: tuple[str, ...]) -> None:
     assert_nonzero(expected.params)
     assert_close(info.loss, expected_info.loss, 32)  # losses at perturbed points
     assert_close(info.grad_norm, expected_info.grad_norm, 64)  # as above
+
+
+@pytest.mark.parametrize("names", [names for names in COMPOSITIONS if "loss scale" in names], ids=title)
+def test_a_loss_scale_changes_no_bit(names: tuple[str, ...]) -> None:
+    """Powers of two come out again exactly, whatever is around the gradient."""
+    (scaled, info), (expected, expected_info) = (
+        (s := step_of(some, numbers())).update(s.init(make_params(torch.float32), make_carry()), batch)
+        for batch in [make_batch(torch.float32)]
+        for some in (names, tuple(name for name in names if name != "loss scale"))
+    )
+    assert_same((scaled._replace(loss_scale=()), info), (expected, expected_info))
+
+
+def assert_finite_at_zero(names: tuple[str, ...]) -> None:
+    """Under heads of zeros the embedding's gradient is zero, and so is what divides an attack's step."""
+    params = make_params(torch.float64)
+    params = {name: leaf if name == "embedding" else torch.zeros_like(leaf) for name, leaf in params.items()}
+
+    def after(n: Any) -> Tensor:
+        step = step_of(names, n)
+        state, info = step.update(step.init(params, make_carry()), make_batch(torch.float64))
+        return tree.norm(state.params) + info.grad_norm
+
+    slopes = torch.func.grad(after)(dict(numbers()))
+    assert all(torch.isfinite(slope) for slope in slopes.values()), slopes
+    assert slopes["lr"] != 0
+
+
+@pytest.mark.parametrize("names", PAIRS, ids=title)
+def test_derivatives_at_a_zero_gradient_are_finite(names: tuple[str, ...]) -> None:
+    assert_finite_at_zero(names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", TRIPLES, ids=title)
+def test_derivatives_at_a_zero_gradient_are_finite_three_deep(names: tuple[str, ...]) -> None:
+    assert_finite_at_zero(names)
 
 
 COMPILED = [  # a minute each on a slow machine, so not all: each technique inside and outside, and scans in scans

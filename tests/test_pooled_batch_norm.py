@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,21 @@ import torch
 from helpers import assert_close, assert_nonzero, assert_same, lane, stack
 from torch import Tensor, nn
 
-from functricks import accumulate, fgm, functional, gradient, losses, random, supervised, supervised_carry, tree
+from functricks import (
+    accumulate,
+    autocast,
+    fgm,
+    functional,
+    gradient,
+    losses,
+    multi_task,
+    pgd,
+    random,
+    sam,
+    supervised,
+    supervised_carry,
+    tree,
+)
 
 ROWS = 12
 
@@ -57,12 +72,54 @@ def test_pooled_is_one_batch_and_sequential_is_the_loop(momentum: Any, size: int
     assert_nonzero(pooled.grads)
 
 
-def test_adversarial_evaluations_are_pooled_too() -> None:
-    """FGM on a later layer: BatchNorm sees every micro-batch twice, which changes n in its variance."""
+EVALUATIONS = {  # of every micro-batch
+    "fgm": (lambda grad_fn: fgm(grad_fn, 0.3, where="1.weight"), 2),
+    "pgd": (lambda grad_fn: pgd(grad_fn, 0.3, 0.2, 2, where="1.weight"), 3),
+    "sam": (lambda grad_fn: sam(grad_fn, 0.3, where="1.weight"), 2),
+    "multi_task": (lambda grad_fn: multi_task({"a": grad_fn, "b": grad_fn}), 2),
+    "fgm in sam": (lambda grad_fn: sam(fgm(grad_fn, 0.3, where="1.weight"), 0.3, where="1.weight"), 4),
+}
+
+
+@pytest.mark.parametrize("name", EVALUATIONS)
+@pytest.mark.parametrize("outside", [False, True])
+def test_all_evaluations_of_the_window_are_pooled(name: str, outside: bool) -> None:
+    """Behind BatchNorm everything moves; it sees every micro-batch again, which changes n in its variance.
+
+    Outside ``accumulate`` each pass over the batch is a window of its own.
+    """
+    wrap, times = EVALUATIONS[name]
     grad_fn, params, carry = problem()
     x, y = batch()
-    attacked = accumulate(fgm(grad_fn, 0.3, where="1.weight"), 3, batch_norm="pooled")
-    assert_close(attacked(params, (x, y), carry).carry.buffers, classic(0.1, [torch.cat([x, x])]))
+    parts = partial(accumulate, micro_batches=3, batch_norm="pooled")
+    if outside:
+        found = wrap(parts(grad_fn))(params, (x, y), carry)
+        assert_close(found.carry.buffers, classic(0.1, [x] * times))
+    else:
+        found = parts(wrap(grad_fn))(params, (x, y), carry)
+        assert_close(found.carry.buffers, classic(0.1, [torch.cat([x] * times)]))
+
+
+@pytest.mark.parametrize("grad_mode", [False, True])
+def test_bfloat16_lanes_with_an_attack(grad_mode: bool) -> None:
+    """autocast below, BatchNorm inside, FGM and a pooled window around, a lane for each strength."""
+    model = functional(net(dtype=torch.float32))
+    loss_fn = autocast(supervised(model, losses.cross_entropy), "cpu", torch.bfloat16)
+    data, carry = batch(torch.float32), supervised_carry(model, random.key(0))
+
+    def run(epsilon: Tensor) -> Any:
+        grad_fn = fgm(gradient(loss_fn, has_carry=True, has_metrics=True), epsilon, where="1.weight")
+        return tuple(accumulate(grad_fn, 3, batch_norm="pooled")(model.params, data, carry))
+
+    strengths = torch.tensor([0.1, 0.5])
+    with torch.set_grad_enabled(grad_mode):
+        found = torch.vmap(run)(strengths)
+        for index, epsilon in enumerate(strengths):
+            grads, _, _, after, _ = run(epsilon)
+            assert_close(lane(found, index)[3].buffers, after.buffers, 64)  # float32, whatever the convolution is in
+            for name, leaf in grads.items():
+                gap = (lane(found, index)[0][name] - leaf).abs().max()
+                assert gap <= 8 * torch.finfo(torch.bfloat16).eps * max(leaf.abs().max(), 0.1), name
 
 
 def test_evaluation_mode_leaves_them_alone() -> None:

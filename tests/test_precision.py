@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import assert_close, assert_nonzero, assert_same, lane, stack
 from hypothesis import given
 from hypothesis import strategies as st
@@ -236,6 +237,20 @@ def test_float16_with_a_scale_saves_small_gradients() -> None:
     assert grad_fn(params, x).grads["w"].dtype == torch.float32
 
 
+def test_the_finite_check_looks_at_the_unscaled_gradient() -> None:
+    """Finite while scaled down and infinite when unscaled: skipped. The other way round, it backs off."""
+    wide = gradient(lambda w, g: w.double() * g)
+    step = train_step(wide, sgd(1.0), loss_scale=static_loss_scale(2.0**-20))
+    state = step.init(torch.tensor(0.0))
+    after, info = step.update(state, torch.tensor(1e42, dtype=torch.float64))
+    assert not info.applied
+    assert_same(after, state)
+    assert step.update(state, torch.tensor(1e38, dtype=torch.float64))[1].applied
+    step = train_step(gradient(lambda w, g: w * g), sgd(1.0), loss_scale=dynamic_loss_scale(2.0**20))
+    after, info = step.update(step.init(torch.tensor(0.0)), torch.tensor(1e35))
+    assert (info.applied.item(), after.params.item(), after.loss_scale.scale.item()) == (False, 0.0, 2.0**19)
+
+
 def test_freeze_after_consecutive_skips() -> None:
     step = train_step(gradient(lambda w, g: w * g), sgd(0.5), freeze_nonfinite=2)
     state = step.init(torch.tensor(1.0))
@@ -355,6 +370,57 @@ def test_autocast_is_torch_autocast() -> None:
         assert (found.grads[name] - parameter.grad).abs().max() <= bound
     exact = gradient(plain, has_carry=True, has_metrics=True)(params, batch, carry)
     assert not torch.equal(found.loss, exact.loss)  # half precision did happen
+
+
+HALF = torch.bfloat16
+OF_HALF: dict[str, tuple[Any, Any]] = {
+    "cross_entropy": (lambda x, t: losses.cross_entropy(x, t.argmax(1)), lambda x, t: F.cross_entropy(x, t.argmax(1))),
+    "nll_loss": (lambda x, t: losses.nll_loss(x, t.argmax(1)), lambda x, t: F.nll_loss(x, t.argmax(1))),
+    "mse_loss": (losses.mse_loss, F.mse_loss),
+    "l1_loss": (losses.l1_loss, F.l1_loss),
+    "kl_divergence": (losses.kl_divergence, F.kl_div),
+    "binary_cross_entropy": (
+        lambda x, t: losses.binary_cross_entropy(x.sigmoid(), t),
+        lambda x, t: F.binary_cross_entropy(x.sigmoid(), t),
+    ),
+    "binary_cross_entropy_with_logits": (
+        losses.binary_cross_entropy_with_logits,
+        F.binary_cross_entropy_with_logits,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_HALF)
+@pytest.mark.filterwarnings("ignore:reduction.*mean:UserWarning")  # F.kl_div's advice
+def test_losses_stay_float32_under_autocast(name: str) -> None:
+    """As PyTorch's do; otherwise a value is rounded to bfloat16, and with it the gradient of every row."""
+    ours, classic = OF_HALF[name]
+    torch.manual_seed(0)
+    x, t = torch.randn(7, 3).to(HALF), torch.rand(7, 3).to(HALF)
+    with torch.autocast("cpu", HALF):
+        loss = ours(x, t)
+        expected = classic(x, t)
+    assert loss.values.dtype == expected.dtype == torch.float32
+    assert_close(loss.mean(), expected)
+    assert ours(x, t).values.dtype == HALF
+
+
+def test_gradients_under_autocast_are_pytorch_s() -> None:
+    """Within a quarter of bfloat16's eps of the largest entry: no rounding of its own, forward or back."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    x, labels = torch.randn(14, 6), torch.randint(4, (14,)).index_fill(0, torch.tensor([2, 5, 6]), -100)
+    with torch.autocast("cpu", HALF):
+        loss = F.cross_entropy(model(x), labels)
+    loss.backward()
+    loss_fn = supervised(functional(model), losses.cross_entropy)
+    grad_fn = gradient(autocast(loss_fn, "cpu", HALF), has_carry=True, has_metrics=True)
+    params = {name: leaf.detach() for name, leaf in model.named_parameters()}
+    found = grad_fn(params, (x, labels), supervised_carry(functional(model), random.key(0)))
+    assert_close(found.loss, loss.detach())
+    for name, leaf in model.named_parameters():
+        assert_nonzero(leaf.grad)
+        assert_close(found.grads[name], leaf.grad, torch.finfo(HALF).eps / torch.finfo(torch.float32).eps / 4)
 
 
 @pytest.mark.parametrize("grad_mode", [False, True])

@@ -197,6 +197,41 @@ def test_a_diverged_lane_never_touches_its_neighbours(grad_mode: bool) -> None:
     assert_nonzero(lane(good, 1).params)
 
 
+@pytest.mark.parametrize("lanes", [3, 6])  # of one lane PyTorch's products round otherwise than of several
+def test_without_the_diverged_lane_the_others_are_the_same(lanes: int) -> None:
+    """To the bit against a run that never had the bad lane, with BatchNorm, dropout, an attack and a loss scale."""
+    net = torch.nn.Sequential(
+        torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Tanh(), torch.nn.Dropout(0.2), torch.nn.Linear(8, 3)
+    )
+    model = F.functional(net)
+    grad_fn = gradient(F.supervised(model, losses.cross_entropy), has_carry=True, has_metrics=True)
+    step = train_step(
+        accumulate(F.fgm(grad_fn, 0.1, where="0.weight"), 2),
+        F.chain(F.clip_by_global_norm(0.5), F.adamw(0.05)),
+        loss_scale=F.dynamic_loss_scale(2.0),
+        freeze_nonfinite=2,
+    )
+
+    def start(index: int) -> TrainState:
+        params = {name: leaf * (1 + 0.1 * index) for name, leaf in model.params.items()}
+        return step.init(params, F.supervised_carry(model, F.random.key(index)))
+
+    def run(chosen: list[int]) -> Any:
+        state = stack([start(index) for index in chosen])
+        with torch.no_grad():
+            for i in range(4):
+                data = [(poisoned if index == 1 and i else batch)(10 * index + i) for index in chosen]
+                state, info = torch.vmap(step.update)(state, stack([(x.float(), y) for x, y in data]))
+        return state, info
+
+    everyone = list(range(lanes))
+    (found, info), (expected, _) = run(everyone), run([index for index in everyone if index != 1])
+    assert info.applied.tolist() == [index != 1 for index in everyone]
+    assert found.step.tolist() == [4 if index != 1 else 1 for index in everyone]
+    for place, index in enumerate(index for index in everyone if index != 1):
+        assert_same(lane(found, index), lane(expected, place))
+
+
 def test_lanes_are_the_runs_by_themselves() -> None:
     rates = torch.tensor([0.001, 0.05, 0.3], dtype=F64)
 

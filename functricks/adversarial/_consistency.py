@@ -127,15 +127,17 @@ def r_drop(
         logits1, carry = predict(params, batch, carry)
         logits2, carry = predict(params, batch, carry)
         loss1, loss2 = loss(logits1, batch), loss(logits2, batch)
-        log1, log2 = torch.log_softmax(logits1, 1), torch.log_softmax(logits2, 1)
-        apart = (_kl(log1, log2) + _kl(log2, log1)) / 2
-        if apart.shape != loss1.values.shape:
+        rows = (logits1.shape[0], *logits1.shape[2:])
+        if loss1.values.shape != rows:
             raise ValueError(
-                f"r_drop: the loss must have the shape of the logits without classes, {tuple(apart.shape)}, "
+                f"r_drop: the loss must have the shape of the logits without classes, {rows}, "
                 f"got {tuple(loss1.values.shape)}"
             )
-        weights = loss1.weights.to(apart.dtype)
-        apart = torch.where(weights == 0, 0.0, apart * weights)
+        # before log_softmax, whose derivative spreads a NaN
+        kept = (loss1.weights != 0).unsqueeze(1)
+        log1, log2 = (torch.log_softmax(torch.where(kept, logits, 0.0), 1) for logits in (logits1, logits2))
+        apart = (_kl(log1, log2) + _kl(log2, log1)) / 2
+        apart = apart * loss1.weights.to(apart.dtype)
         values = loss1.values + loss2.values + apart * (alpha.to(apart.dtype) if isinstance(alpha, Tensor) else alpha)
         return Loss(values, loss1.weights), carry, {"divergence": Loss(apart, loss1.weights).mean()}
 
@@ -143,6 +145,6 @@ def r_drop(
 
 
 def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Return KL(p || q) over axis 1; a class that p excludes counts for nothing."""
+    """Return KL(p || q) over axis 1; a class that p excludes counts for nothing, and NaN stays NaN."""
     p = log_p.exp()
-    return torch.where(p > 0, p * (log_p - log_q), 0.0).sum(1)
+    return torch.where(p == 0, 0.0, p * (log_p - log_q)).sum(1)

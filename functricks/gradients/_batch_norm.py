@@ -35,6 +35,8 @@ def bn_momentum_for(accumulation_steps: int, momentum: Number = 0.1) -> Number:
         accumulation_steps: N, the number of micro-batches, >= 1.
         momentum: m in [0, 1], of the whole batch; PyTorch's convention, the share of the new statistics.
 
+    Raises ``ValueError`` unless N is an integer >= 1 and m in [0, 1].
+
     >>> round(bn_momentum_for(4, 0.1), 6)
     0.025996
     """

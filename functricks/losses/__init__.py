@@ -12,7 +12,8 @@ What holds for all of them:
 - **Ignored elements** are taken out *before* anything is computed from them, so that a NaN in them reaches neither the
   value nor a gradient, and deleting them changes nothing.
 - **Half precision** is computed in float32; ``values`` return in the dtype of the input, ``weights`` stay float32. A
-  value beyond the range of float16 becomes its largest number, and keeps its gradient.
+  value beyond the range of float16 becomes its largest number, and keeps its gradient. Under ``torch.autocast`` values
+  stay float32, as PyTorch's do.
 - **Errors.** Shapes and dtypes are checked always. Values (a class index out of range, probabilities where logits
   belong) are checked only in plain eager calls on the CPU: never inside ``torch.func``, ``torch.compile`` or a
   fake-tensor trace, and never where the check would wait for an accelerator.

@@ -144,7 +144,12 @@ def warn_if_probabilities(name: str, logits: Tensor, expected: str, *, stackleve
 
 
 def finish(values: Tensor, weights: Tensor, dtype: torch.dtype) -> Loss:
-    """Return the values in the dtype of the input; what float16 cannot hold becomes its largest number."""
+    """Return the values in the dtype of the input; what float16 cannot hold becomes its largest number.
+
+    Under autocast they stay wide, as PyTorch's: the loss is where rounding would reach every gradient.
+    """
+    if dtype == values.dtype or torch.is_autocast_enabled(values.device.type):
+        return Loss(values, weights)
     if dtype == torch.float16:
         limit = torch.finfo(dtype).max
         over, fixed = (values.abs() > limit) & values.isfinite(), values.detach()

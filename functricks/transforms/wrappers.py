@@ -56,7 +56,8 @@ def multi_steps(transform: Transform, every: int | Tensor) -> MultiSteps:
 
     Returns a :class:`MultiSteps`. Call ``flush`` at the end of an epoch: it divides by the weight that is really there,
     and does nothing where nothing is left. A plain tree of gradients weighs 1; pass the whole ``Gradient`` to have its
-    weight count. ``skip_nonfinite(multi_steps(...))`` drops a micro-batch whose gradient is not finite.
+    weight count. ``skip_nonfinite(multi_steps(...))`` drops a micro-batch whose gradient is not finite. In a
+    ``train_step``, which hands on gradients alone, every micro-batch weighs the same.
 
     >>> from functricks import sgd
     >>> steps = multi_steps(sgd(1.0), every=2)
