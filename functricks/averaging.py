@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from functricks import tree
-from functricks.transforms.base import check_integer, check_number, counter, statistic
+from functricks.transforms.base import check_integer, check_number, counter, zeros
 from functricks.types import Batch, Number, Params, State, Updates
 
 __all__ = ["averaged", "ema", "swa", "update_bn"]
@@ -42,8 +42,13 @@ class AverageState(NamedTuple):
 
     def averaged(self, params: Params) -> Params:
         """The average; the given values where nothing was averaged yet."""
-        mean = tree.scale(self.average, 1.0 / torch.where(self.taken == 0, 1.0, self.weight))
+        inverse = 1.0 / torch.where(self.taken == 0, 1.0, self.weight)
+        mean = tree.pointwise(_scaled, self.average, coefficients=(inverse,))
         return tree.where(self.taken > 0, mean, _like(params, self.average))
+
+
+def _scaled(leaf: Tensor, factor: Number) -> Tensor:
+    return leaf * factor if leaf.is_floating_point() else leaf  # a count is copied, see _mixed
 
 
 def _like(params: Params, average: Params) -> Params:
@@ -129,7 +134,7 @@ def _average(
         check_integer(f"{name}: {what}", value, least)
 
     def init(params: Params) -> AverageState:
-        return AverageState(counter(params), counter(params), counter(params).double(), statistic(params))
+        return AverageState(counter(params), counter(params), counter(params).double(), zeros(params))
 
     def observe(values: Params, state: AverageState) -> AverageState:
         tree.check_like(f"{name}: the state and the values", state.average, values)

@@ -230,3 +230,12 @@ def test_lookahead_lanes() -> None:
     found = torch.vmap(run)(torch.tensor([0.5, 0.1, 1.0]), torch.tensor([1, 2, 3]))
     for i, (alpha, k) in enumerate([(0.5, 1), (0.1, 2), (1.0, 3)]):
         assert_close(lane(found, i), run(alpha, k))
+
+
+@pytest.mark.parametrize("average", [F.ema(0.5), F.ema(0.5, debias=True), F.swa()], ids=["ema", "debiased", "swa"])
+def test_counts_are_copied(average: Any) -> None:
+    buffers = {"running_mean": torch.tensor(8.0), "num_batches_tracked": torch.tensor(0)}
+    state = average.init(buffers)
+    for step in range(1, 4):
+        state = average.observe({**buffers, "num_batches_tracked": torch.tensor(step)}, state)
+    assert_same(F.averaged(state, buffers), {**buffers, "num_batches_tracked": torch.tensor(3)})

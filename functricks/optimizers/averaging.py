@@ -44,7 +44,7 @@ def step_asgd(lr: Number | Schedule, lambd: Number, alpha: Number, t0: Number) -
     """The step of :func:`asgd`."""
 
     def init(params: Params) -> AsgdState:
-        return AsgdState(counter(params), statistic(params))
+        return AsgdState(counter(params), statistic("asgd", params, linear=True))
 
     def update(grads: Grads, state: AsgdState, params: Params) -> tuple[Updates, AsgdState]:
         grads = matched("asgd", grads, state.average)
@@ -135,8 +135,9 @@ def step_schedule_free(
     def init(params: Params) -> ScheduleFreeState:
         zero = counter(params).double()
         beta = torch.as_tensor(beta1, dtype=torch.float64)
+        nu = statistic("schedule_free_adamw", params)
         return ScheduleFreeState(
-            counter(params), zero, zero.clone(), beta, tree.map(torch.clone, tree.wide(params)), statistic(params)
+            counter(params), zero, zero.clone(), beta, tree.map(torch.clone, tree.wide(params)), nu
         )
 
     def rate(step: Tensor) -> Tensor:

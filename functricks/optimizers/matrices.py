@@ -49,7 +49,7 @@ def step_adafactor(
     """The step of :func:`adafactor`, not yet negated."""
 
     def init(params: Params) -> AdafactorState:
-        leaves = tree.named_leaves(statistic(params))
+        leaves = tree.named_leaves(statistic("adafactor", params))
         rows = {path: leaf[..., :1].clone() for path, leaf in leaves.items() if leaf.ndim > 1}
         columns = {path: leaf[..., :1, :].clone() for path, leaf in leaves.items() if leaf.ndim > 1}
         squares = {path: leaf for path, leaf in leaves.items() if leaf.ndim < 2}
@@ -200,7 +200,7 @@ def scale_by_muon(
 
     def init(params: Params) -> ScaleByMuonState:
         _check_matrices(params)
-        return ScaleByMuonState(statistic(params))
+        return ScaleByMuonState(statistic("muon", params))
 
     def update(grads: Grads, state: ScaleByMuonState, params: Params) -> tuple[Updates, ScaleByMuonState]:
         _check_matrices(grads)
@@ -296,6 +296,8 @@ def muon(
     """
     if len(ns_coefficients) != 3:
         raise ValueError(f"muon: ns_coefficients must be three numbers, got {ns_coefficients!r}")
+    for index, coefficient in enumerate(ns_coefficients):
+        check_number(f"muon: ns_coefficients[{index}]", coefficient)
     check_integer("muon: ns_steps", ns_steps, 0)
     if ns_steps >= 100:
         raise ValueError(f"muon: ns_steps must be below 100, got {ns_steps!r}")

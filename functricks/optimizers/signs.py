@@ -26,8 +26,8 @@ def scale_by_rprop(lr: Number, etas: tuple[Number, Number], step_sizes: tuple[Nu
     shrink, grow = etas
 
     def init(params: Params) -> ScaleByRpropState:
-        size = tree.pointwise(torch.add, statistic(params), coefficients=(lr,))
-        return ScaleByRpropState(statistic(params), size)
+        size = tree.pointwise(torch.add, statistic("rprop", params), coefficients=(lr,))
+        return ScaleByRpropState(statistic("rprop", params), size)
 
     def resized(size: Tensor, grad: Tensor, last: Tensor, *bounds: Number) -> Tensor:
         shrink, grow, low, high = (torch.as_tensor(x, dtype=size.dtype, device=size.device) for x in bounds)
@@ -91,7 +91,7 @@ def scale_by_lion(betas: tuple[Number, Number]) -> Transform:
     beta1, beta2 = betas
 
     def init(params: Params) -> ScaleByLionState:
-        return ScaleByLionState(statistic(params))
+        return ScaleByLionState(statistic("lion", params))
 
     def update(grads: Grads, state: ScaleByLionState, params: Params) -> tuple[Updates, ScaleByLionState]:
         grads = matched("lion", grads, state.mu)

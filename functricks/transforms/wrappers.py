@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from functricks import tree
-from functricks.transforms.base import check_integer, check_number, counter, is_schedule, matched, recorded, statistic
+from functricks.transforms.base import check_integer, check_number, counter, is_schedule, matched, recorded, zeros
 from functricks.transforms.composing import apply_updates
 from functricks.types import Gradient, Grads, Number, Params, State, Transform, Updates
 
@@ -74,7 +74,7 @@ def multi_steps(transform: Transform, every: int | Tensor) -> MultiSteps:
     check_integer("multi_steps: every", every, 1)
 
     def init(params: Params) -> MultiStepsState:
-        return MultiStepsState(counter(params), counter(params).float(), statistic(params), transform.init(params))
+        return MultiStepsState(counter(params), counter(params).float(), zeros(params), transform.init(params))
 
     def update(found: Grads | Gradient, state: MultiStepsState, params: Params) -> tuple[Updates, MultiStepsState]:
         grads, weight = (found.grads, found.weight) if isinstance(found, Gradient) else (found, 1.0)
