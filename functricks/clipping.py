@@ -107,10 +107,10 @@ def shrinkage(grads: Grads, max_norm: Number, order: float = 2.0) -> tuple[tuple
     length = peak * relative  # may be infinite for finite gradients, which is then more than max_norm, as it should
     finite = torch.isfinite(peak) & torch.isfinite(relative)
     clips = finite & (length > max_norm)
-    inverse = 1.0 / torch.where(clips, peak, 1.0) / torch.where(clips, relative, 1.0)
-    factor = torch.where(clips, max_norm * inverse, 1.0)
+    peak, relative = torch.where(clips, peak, 1.0), torch.where(clips, relative, 1.0)
+    factor = torch.where(clips, max_norm / peak / relative, 1.0)  # 1 / (peak * relative) may overflow
     small = factor < _SMALL
-    return (torch.where(small, _SMALL, factor), torch.where(small, max_norm * (inverse / _SMALL), 1.0)), finite
+    return (torch.where(small, _SMALL, factor), torch.where(small, max_norm / _SMALL / peak / relative, 1.0)), finite
 
 
 def _classic_factor(grads: Grads, max_norm: Number, order: float) -> tuple[tuple[Tensor, Tensor], Tensor]:

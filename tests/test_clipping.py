@@ -222,3 +222,13 @@ def test_empty_leaves_play_no_part(norm_type: float) -> None:
         lanes = {name: torch.stack([leaf, leaf]) for name, leaf in ({**empty, **full}).items()}
         per_lane = torch.vmap(lambda grads, c, options=options: clip(grads, c, **options))(lanes, torch.full((2,), 0.5))
         assert_same(lane(per_lane, 1), {**empty, **expected})
+
+
+@pytest.mark.parametrize("size", [5e-324, 2.8e-309, 2.3e-308, 1e-300])
+@pytest.mark.parametrize("max_norm", [0.0, 5e-324, 1e-310, 1e-301])
+def test_the_smallest_gradients_have_a_direction(size: float, max_norm: float) -> None:
+    """One over them is infinite in float64."""
+    grads = {"w": torch.tensor([size, 0.0, -size], dtype=F64)}
+    expected = min(size, max_norm / 2**0.5)
+    gap = (clip(grads, max_norm)["w"] - torch.tensor([expected, 0.0, -expected], dtype=F64)).abs().max()
+    assert gap <= max(8 * torch.finfo(F64).eps * expected, 1e-323)

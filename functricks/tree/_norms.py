@@ -47,7 +47,7 @@ def norm_parts(tree: Tree, order: float = 2.0) -> tuple[Tensor, Tensor]:
     peak = one
     if order != 2.0 or any(leaf.dtype == torch.float64 for leaf in columns):
         peak = _peak([leaf.detach() for leaf in columns]) if columns else one
-        peak = torch.where(peak == 0, 1.0, peak)
+        peak = torch.clamp(peak, min=torch.finfo(torch.float64).tiny)  # one over less than that is infinite
         columns = [leaf.double() / peak for leaf in columns]
     if order == 2.0:
         return peak, sqrt(_sum_of_squares(columns))
