@@ -44,6 +44,8 @@ def chain(*transforms: Transform) -> Transform:
         return tuple(transform.init(params) for transform in transforms)
 
     def update(grads: Grads, state: State, params: Params) -> tuple[Updates, State]:
+        if len(state) != len(transforms):
+            raise ValueError(f"chain: the state has {len(state)} parts, the chain {len(transforms)} links")
         states = []
         for transform, one in zip(transforms, state, strict=True):
             grads, one = transform.update(grads, one, params)

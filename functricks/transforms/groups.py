@@ -57,6 +57,8 @@ def partition(transforms: dict[str, Transform], labels: Any) -> Transform:
         return {label: transforms[label].init(tree.pick(params, part)) for label, part in parts(params).items()}
 
     def update(grads: Grads, state: State, params: Params) -> tuple[Updates, State]:
+        if state.keys() != transforms.keys():
+            raise ValueError(f"partition: the state has {list(state)}, the labels are {list(transforms)}")
         updates, states = {}, {}
         for label, part in parts(params).items():
             own, states[label] = transforms[label].update(tree.pick(grads, part), state[label], tree.pick(params, part))
@@ -154,7 +156,10 @@ def _check_once(matches: dict[str, dict[str, bool]], name: str) -> None:
 Layers = Sequence[str | Sequence[str]] | Callable[[str], int]
 
 # Components of paths, in the layouts of timm and HuggingFace.
-_BELOW = ("embed", "cls_token", "mask_token", "dist_token", "register_token", "reg_token", "wte", "wpe", "stem")
+_BELOW = (
+    "embed", "cls_token", "mask_token", "dist_token", "register_token", "reg_token", "wte", "wpe", "stem",
+    "norm_pre", "ln_pre", "pre_layrnorm", "pre_layernorm",
+)  # fmt: skip
 _FINAL_NORMS = ("norm", "layernorm", "layer_norm", "ln_f", "final_layernorm", "final_layer_norm")
 
 
@@ -174,10 +179,11 @@ def layer_decay(rate: Number, layers: Layers | None = None) -> Transform:
         layers: the layers from the bottom up, each a glob or a sequence of globs; or a callable ``path -> layer``. By
             default they are read from the paths, which must have numbered blocks: ``blocks.3.attn.qkv.weight`` (timm),
             ``bert.encoder.layer.3.output.dense.weight`` (HuggingFace), ``h.3.attn`` (GPT-2). Embeddings, tokens and
-            stems are layer 0, a norm that follows the blocks belongs to the last of them, as in timm, and what is left
-            is the head.
+            stems, with a norm before the blocks, are layer 0, a norm that follows the blocks belongs to the last of
+            them, as in timm, and what is left is the head.
 
-    Raises ``ValueError`` for a leaf that is in no layer or in two, and names it.
+    Raises ``ValueError`` for a leaf that is in no layer or in two, and names it; and where the paths have several
+    stacks of blocks (encoder and decoder, two towers, the stages of a ResNet), whose order they do not tell.
 
     >>> import torch
     >>> decay = layer_decay(0.5, layers=["embed.*", "block.*", "head.*"])
@@ -221,15 +227,22 @@ def _depths(layers: Layers | None, params: Params) -> dict[str, int]:
 def _standard_depths(paths: tuple[str, ...]) -> tuple[int, ...]:
     """Read the layers from the numbered blocks: the numbered list that holds the most leaves."""
     lists: dict[str, list[int]] = {}
+    inside: dict[str, set[str]] = {}
     for path in paths:
         parts = path.split(".")
         for i, part in enumerate(parts):
             if part.isdigit() and i:
-                lists.setdefault(".".join(parts[:i]) + ".", []).append(int(part))
+                prefix = ".".join(parts[:i]) + "."
+                lists.setdefault(prefix, []).append(int(part))
+                inside.setdefault(prefix, set()).add(".".join(parts[i + 1 :]))
                 break  # lists inside a block are parts of it
     if paths and not lists:
         raise ValueError(f"layer_decay: no numbered blocks in the paths, pass layers=; have: {', '.join(paths)}")
     blocks = max(lists, key=lambda prefix: len(lists[prefix]), default="")
+    # A head or a stem may be a numbered list of layers too, but not of blocks made alike.
+    stacks = [prefix for prefix in lists if any("." in name for name in inside[prefix] & inside[blocks])]
+    if len(stacks) > 1:
+        raise ValueError(f"layer_decay: several stacks of numbered blocks, pass layers=; have: {', '.join(stacks)}")
     numbers = {number: i for i, number in enumerate(sorted(set(lists.get(blocks, []))))}
     return tuple(_standard_depth(path, blocks, numbers) for path in paths)
 
@@ -238,10 +251,11 @@ _standard_depths.__dict__["_dynamo_marked_constant"] = True  # paths are constan
 
 
 def _standard_depth(path: str, blocks: str, numbers: dict[int, int]) -> int:
-    if path.startswith(blocks):
-        return numbers[int(path[len(blocks) :].split(".")[0])] + 1
+    number = path[len(blocks) :].split(".")[0]
+    if path.startswith(blocks) and number.isdigit():
+        return numbers[int(number)] + 1
     parts = path.lower().split(".")
-    if any(word in part for part in parts for word in _BELOW):
+    if any(word in part for part in parts for word in _BELOW) or parts[-2:] == ["shared", "weight"]:  # T5's embedding
         return 0
     beside_blocks = blocks.lower().startswith("".join(f"{part}." for part in parts[:-2]))
     is_final_norm = len(parts) > 1 and parts[-2] in _FINAL_NORMS and beside_blocks
