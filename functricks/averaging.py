@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from functricks import tree
-from functricks.transforms.base import check_integer, check_number, counter, zeros
+from functricks.transforms.base import check_integer, check_number, counter, is_zero, zeros
 from functricks.types import Batch, Number, Params, State, Updates
 
 __all__ = ["averaged", "ema", "swa", "update_bn"]
@@ -216,7 +216,7 @@ def update_bn(
         buffers: ``{path: buffer}``; those named ``running_mean``, ``running_var`` and ``num_batches_tracked`` are
             collected, the others pass.
         batches: what to collect over; each batch counts the same, as in PyTorch.
-        momentum: that of the BatchNorm modules.
+        momentum: that of the BatchNorm modules, in (0, 1].
 
     >>> def apply(params, buffers, batch):
     ...     return {"bn.running_mean": 0.9 * buffers["bn.running_mean"] + 0.1 * batch.mean()}
@@ -225,10 +225,12 @@ def update_bn(
     {'bn.running_mean': tensor(2.)}
     """
     check_number("update_bn: momentum", momentum, minimum=0.0, maximum=1.0)
+    if is_zero(momentum):
+        raise ValueError("update_bn: momentum must be > 0: with 0, BatchNorm collects nothing")
     statistics = [path for path in buffers if path.split(".")[-1] in ("running_mean", "running_var")]
     counts = [path for path in buffers if path.split(".")[-1] == "num_batches_tracked"]
     cleared = {path: torch.zeros_like(buffers[path]) for path in (*statistics, *counts)}
-    total = {path: cleared[path] for path in statistics}
+    total = tree.wide({path: cleared[path] for path in statistics})  # a sum in half would stop growing
     seen = 0
     current = {**buffers, **cleared}
     for seen, batch in enumerate(batches, start=1):  # noqa: B007  the number of batches is wanted
@@ -237,7 +239,7 @@ def update_bn(
         current = dict(new)
     if not seen:
         return dict(buffers)
-    return {**current, **{path: total[path] / seen for path in statistics}}
+    return {**current, **{path: (total[path] / seen).to(buffers[path].dtype) for path in statistics}}
 
 
 def _mixed(own: Tensor, new: Tensor, kept: Number) -> Tensor:
