@@ -112,7 +112,7 @@ def scale_by_nadam(betas: tuple[Number, Number], eps: Number, momentum_decay: Nu
     beta1, beta2 = betas
 
     def momentum_at(step: Tensor) -> Tensor:
-        return double(beta1) * (1.0 - 0.5 * torch.pow(0.96, step * double(momentum_decay)))
+        return double(beta1) * (1.0 - 0.5 * torch.pow(0.96, step.double() * double(momentum_decay)))
 
     def init(params: Params) -> ScaleByNadamState:
         mu, nu = statistic("nadam", params), statistic("nadam", params)

@@ -99,8 +99,9 @@ def asgd(
     {'w': tensor(-0.3000)}
     """
     check_rate("lr", lr)
-    for name, value in {"lambd": lambd, "alpha": alpha, "t0": t0}.items():
-        check_number(f"asgd: {name}", value)
+    check_number("asgd: lambd", lambd, minimum=0.0)
+    check_number("asgd: alpha", alpha)
+    check_number("asgd: t0", t0)
     return chain(*ascend(maximize), *decay(weight_decay, decay_where), step_asgd(lr, lambd, alpha, t0))
 
 

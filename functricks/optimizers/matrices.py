@@ -14,6 +14,7 @@ from functricks.transforms import chain, scale, scale_by_adam, scale_by_learning
 from functricks.transforms.base import (
     check_integer,
     check_number,
+    check_pair,
     check_rate,
     counter,
     double,
@@ -167,6 +168,7 @@ def adafactor(
     check_rate("lr", lr)
     check_number("adafactor: beta2_decay", beta2_decay, maximum=0.0)
     check_number("adafactor: d", d, minimum=1.0)
+    check_pair("adafactor: eps", eps)
     check_number("adafactor: eps[1]", eps[1], minimum=0.0)
     check_number("adafactor: weight_decay", weight_decay, minimum=0.0)
     if eps[0] is not None:

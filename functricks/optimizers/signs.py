@@ -10,7 +10,7 @@ from torch import Tensor
 from functricks import tree
 from functricks.optimizers.base import ascend, descend
 from functricks.transforms import chain, scale
-from functricks.transforms.base import check_betas, check_number, matched, recorded, statistic
+from functricks.transforms.base import check_betas, check_number, check_pair, matched, recorded, statistic
 from functricks.types import Grads, Number, Params, Schedule, Transform, Updates
 
 __all__ = ["lion", "rprop"]
@@ -73,6 +73,8 @@ def rprop(
     {'w': tensor(-0.1000)}
     """
     check_number("rprop: lr (the first step only: a schedule would have no effect)", lr, minimum=0.0)
+    check_pair("rprop: etas", etas)
+    check_pair("rprop: step_sizes", step_sizes)
     numbers = {"etas[0]": etas[0], "etas[1]": etas[1], "step_sizes[0]": step_sizes[0], "step_sizes[1]": step_sizes[1]}
     for name, value in numbers.items():
         check_number(f"rprop: {name}", value, minimum=0.0)

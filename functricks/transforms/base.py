@@ -100,10 +100,15 @@ def check_rate(name: str, value: Any) -> None:
         check_number(name, value, minimum=0.0)
 
 
+def check_pair(name: str, value: Any) -> None:
+    """Validate that there are two; what they are is for the caller."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise TypeError(f"{name} must be a pair of numbers or 0-d tensors, got {value!r}")
+
+
 def check_betas(betas: Any) -> None:
     """Validate a pair of decay rates."""
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise TypeError(f"betas must be a pair of numbers or 0-d tensors, got {betas!r}")
+    check_pair("betas", betas)
     for index, beta in enumerate(betas):
         check_number(f"betas[{index}]", beta, minimum=0.0, below=1.0)
 

@@ -146,6 +146,8 @@ def add_noise(key: Tensor, eta: Number = 0.01, gamma: Number = 0.55) -> Transfor
         eta: the variance at the first step, >= 0.
         gamma: how fast it fades, >= 0.
 
+    The sum is float32 for half-precision gradients, in which noise that has faded would round away.
+
     >>> noisy = add_noise(random.key(0), eta=0.0)
     >>> params = {"w": torch.tensor(1.0)}
     >>> noisy.update(params, noisy.init(params), params)[0]
@@ -160,6 +162,7 @@ def add_noise(key: Tensor, eta: Number = 0.01, gamma: Number = 0.55) -> Transfor
     def update(grads: Grads, state: AddNoiseState, params: Params) -> tuple[Updates, AddNoiseState]:
         variance = torch.as_tensor(eta, dtype=torch.float64) / (1.0 + state.step.double()) ** gamma
         step_key = random.fold_in(key, state.step)
+        grads = tree.wide(grads)
         noise = {
             path: random.normal(random.fold_in(step_key, tree.path_number(path)), leaf.shape).to(leaf.dtype)
             for path, leaf in tree.named_leaves(grads).items()

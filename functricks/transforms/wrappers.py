@@ -174,8 +174,9 @@ def inject_hyperparams(maker: Callable[..., Transform], static: Collection[str] 
 
     Args:
         maker: any maker of a transform, as ``adamw`` or ``clip_by_global_norm``.
-        static: names of arguments to leave as they are. Bools, ints, strings, None and selectors (``where``,
-            ``decay_where``, ``labels``) always are: structure is not for writing. A pair of numbers stays a pair.
+        static: names of arguments to leave as they are. Bools, ints, tensors of them (a count, a key), strings, None
+            and selectors (``where``, ``decay_where``, ``labels``) always are: structure is not for writing. A pair of
+            numbers stays a pair.
 
     >>> from functricks import sgd
     >>> optimizer = inject_hyperparams(sgd)(lr=0.5)
@@ -195,7 +196,7 @@ def inject_hyperparams(maker: Callable[..., Transform], static: Collection[str] 
 
     def make(*args: Any, **kwargs: Any) -> Transform:
         given = signature.bind(*args, **kwargs).arguments
-        maker(**{name: 0.5 if is_schedule(v) and name not in fixed else v for name, v in given.items()})  # check now
+        maker(**{name: v if name in fixed else _without_schedules(v) for name, v in given.items()})  # check now
         live = {name: value for name, value in given.items() if name not in fixed and _is_live(value)}
         rest = {name: value for name, value in given.items() if name not in live}
         return _injected(lambda values: maker(**rest, **values), live)
@@ -206,7 +207,14 @@ def inject_hyperparams(maker: Callable[..., Transform], static: Collection[str] 
 def _is_live(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return bool(value) and all(_is_live(one) for one in value)
-    return isinstance(value, (float, Tensor)) or is_schedule(value)
+    return isinstance(value, float) or (isinstance(value, Tensor) and value.is_floating_point()) or is_schedule(value)
+
+
+def _without_schedules(value: Any) -> Any:
+    """Put a tensor, which fits every range, where there is a schedule."""
+    if isinstance(value, (tuple, list)):
+        return tuple(_without_schedules(one) for one in value)
+    return torch.ones((), dtype=torch.float64) if is_schedule(value) else value
 
 
 def _injected(rebuild: Callable[[dict[str, Any]], Transform], live: dict[str, Any]) -> Transform:
