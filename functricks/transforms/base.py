@@ -173,8 +173,8 @@ def statistic(name: str, params: Params, *, linear: bool = False) -> Grads:
 
 def matched(name: str, grads: Grads, like: Grads) -> Grads:
     """Return the gradients in the dtypes of a statistic; raise, with paths and shapes, if it is not of these leaves."""
-    tree.check_like(f"{name}: the state and the gradients", like, grads)
-    if len({leaf.dtype for leaf in (*tree.leaves(grads), *tree.leaves(like))}) < 2:
+    own, new = tree.check_like(f"{name}: the state and the gradients", like, grads)
+    if [leaf.dtype for leaf in own] == [leaf.dtype for leaf in new]:
         return grads
     return tree.map(lambda leaf, other: leaf if leaf.dtype == other.dtype else leaf.to(other.dtype), grads, like)
 

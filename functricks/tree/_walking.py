@@ -189,19 +189,22 @@ def check_shapes(trees: Sequence[Tree], columns: Sequence[Sequence[Any]]) -> Non
             raise ValueError(structure_error("tree", trees[0], other))
 
 
-def check_like(what: str, expected: Tree, got: Tree) -> None:
-    """Raise ``ValueError`` unless two trees have the same paths and shapes; the text names those that differ.
+def check_like(what: str, expected: Tree, got: Tree) -> list[list[Any]]:
+    """Return the leaves of two trees, matched by name, if they have the same paths and shapes.
+
+    Raises ``ValueError`` that names those that differ.
 
     >>> check_like("state", {"w": torch.zeros(2)}, {"v": torch.zeros(2)})
     Traceback (most recent call last):
     ValueError: state: trees differ; missing: ['w'], unexpected: ['v'], shapes: []
     """
     try:
-        same = same_shapes(columns_of((expected, got))[0])
+        columns, _ = columns_of((expected, got))
+        if same_shapes(columns):
+            return columns
     except ValueError:
-        same = False
-    if not same:
-        raise ValueError(structure_error(what, expected, got))
+        pass
+    raise ValueError(structure_error(what, expected, got))
 
 
 def structure_error(what: str, expected: Tree, got: Tree) -> str:
