@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from functricks import tree
-from functricks.transforms.base import check_integer, check_number, counter, statistic
+from functricks.transforms.base import check_integer, check_number, counter, is_zero, zeros
 from functricks.types import Batch, Number, Params, State, Updates
 
 __all__ = ["averaged", "ema", "swa", "update_bn"]
@@ -42,8 +42,13 @@ class AverageState(NamedTuple):
 
     def averaged(self, params: Params) -> Params:
         """The average; the given values where nothing was averaged yet."""
-        mean = tree.scale(self.average, 1.0 / torch.where(self.taken == 0, 1.0, self.weight))
+        inverse = 1.0 / torch.where(self.taken == 0, 1.0, self.weight)
+        mean = tree.pointwise(_scaled, self.average, coefficients=(inverse,))
         return tree.where(self.taken > 0, mean, _like(params, self.average))
+
+
+def _scaled(leaf: Tensor, factor: Number) -> Tensor:
+    return leaf * factor if leaf.is_floating_point() else leaf  # a count is copied, see _mixed
 
 
 def _like(params: Params, average: Params) -> Params:
@@ -129,7 +134,7 @@ def _average(
         check_integer(f"{name}: {what}", value, least)
 
     def init(params: Params) -> AverageState:
-        return AverageState(counter(params), counter(params), counter(params).double(), statistic(params))
+        return AverageState(counter(params), counter(params), counter(params).double(), zeros(params))
 
     def observe(values: Params, state: AverageState) -> AverageState:
         tree.check_like(f"{name}: the state and the values", state.average, values)
@@ -211,7 +216,7 @@ def update_bn(
         buffers: ``{path: buffer}``; those named ``running_mean``, ``running_var`` and ``num_batches_tracked`` are
             collected, the others pass.
         batches: what to collect over; each batch counts the same, as in PyTorch.
-        momentum: that of the BatchNorm modules.
+        momentum: that of the BatchNorm modules, in (0, 1].
 
     >>> def apply(params, buffers, batch):
     ...     return {"bn.running_mean": 0.9 * buffers["bn.running_mean"] + 0.1 * batch.mean()}
@@ -220,10 +225,12 @@ def update_bn(
     {'bn.running_mean': tensor(2.)}
     """
     check_number("update_bn: momentum", momentum, minimum=0.0, maximum=1.0)
+    if is_zero(momentum):
+        raise ValueError("update_bn: momentum must be > 0: with 0, BatchNorm collects nothing")
     statistics = [path for path in buffers if path.split(".")[-1] in ("running_mean", "running_var")]
     counts = [path for path in buffers if path.split(".")[-1] == "num_batches_tracked"]
     cleared = {path: torch.zeros_like(buffers[path]) for path in (*statistics, *counts)}
-    total = {path: cleared[path] for path in statistics}
+    total = tree.wide({path: cleared[path] for path in statistics})  # a sum in half would stop growing
     seen = 0
     current = {**buffers, **cleared}
     for seen, batch in enumerate(batches, start=1):  # noqa: B007  the number of batches is wanted
@@ -232,7 +239,7 @@ def update_bn(
         current = dict(new)
     if not seen:
         return dict(buffers)
-    return {**current, **{path: total[path] / seen for path in statistics}}
+    return {**current, **{path: (total[path] / seen).to(buffers[path].dtype) for path in statistics}}
 
 
 def _mixed(own: Tensor, new: Tensor, kept: Number) -> Tensor:

@@ -7,6 +7,7 @@ Gradients that are not finite pass unchanged (but for ``classic=True``), so that
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -115,7 +116,12 @@ def shrinkage(grads: Grads, max_norm: Number, order: float = 2.0) -> tuple[tuple
 
 
 def _classic_factor(grads: Grads, max_norm: Number, order: float) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    norms = [torch.linalg.vector_norm(leaf, order) for leaf in tree.leaves(grads)]
+    leaves = tree.leaves(grads)
+    if (
+        order < 0 or order == math.inf
+    ):  # nothing is the largest or the smallest entry of an empty leaf, and torch raises
+        leaves = [leaf for leaf in leaves if leaf.numel()] or [leaves[0].new_zeros(1)]
+    norms = [torch.linalg.vector_norm(leaf, order) for leaf in leaves]
     total = torch.linalg.vector_norm(torch.stack(norms), order)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     return (factor, torch.ones_like(factor)), torch.isfinite(total)

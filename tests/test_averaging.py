@@ -249,3 +249,21 @@ def test_lookahead_lanes() -> None:
     found = torch.vmap(run)(torch.tensor([0.5, 0.1, 1.0]), torch.tensor([1, 2, 3]))
     for i, (alpha, k) in enumerate([(0.5, 1), (0.1, 2), (1.0, 3)]):
         assert_close(lane(found, i), run(alpha, k))
+
+
+@pytest.mark.parametrize("average", [F.ema(0.5), F.ema(0.5, debias=True), F.swa()], ids=["ema", "debiased", "swa"])
+def test_counts_are_copied(average: Any) -> None:
+    buffers = {"running_mean": torch.tensor(8.0), "num_batches_tracked": torch.tensor(0)}
+    state = average.init(buffers)
+    for step in range(1, 4):
+        state = average.observe({**buffers, "num_batches_tracked": torch.tensor(step)}, state)
+    assert_same(F.averaged(state, buffers), {**buffers, "num_batches_tracked": torch.tensor(3)})
+
+
+def test_update_bn_adds_up_half_precision_in_float32() -> None:
+    buffers = {"running_var": torch.tensor(0.0, dtype=torch.float16)}
+    ones = [torch.ones(())] * 600
+    found = F.update_bn(lambda params, own, x: {"running_var": (0.1 * x).half()}, {}, buffers, ones)
+    assert_close(found, {"running_var": torch.tensor(1.0, dtype=torch.float16)}, eps=2)  # 6000 / 600
+    with pytest.raises(ValueError, match="update_bn: momentum must be > 0"):
+        F.update_bn(lambda params, own, x: own, {}, buffers, ones, momentum=0.0)

@@ -205,3 +205,30 @@ def test_gradients_are_not_written_to() -> None:
 def test_bad_bounds(max_norm: Any, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         clip_by_global_norm(max_norm)
+
+
+@pytest.mark.parametrize("norm_type", [0.5, 1.0, 2.0, 3.0, math.inf, -math.inf, -1.0])
+def test_empty_leaves_play_no_part(norm_type: float) -> None:
+    """Field case C30 b: PyTorch raises for an empty leaf under the infinity norm, and so did ``classic``."""
+    full = {"w": torch.tensor([3.0, 4.0])}
+    empty = {"e": torch.zeros(0), "f": torch.zeros(3, 0)}
+    for classic in (True, False) if norm_type >= 1 else (True,):
+        options = {"norm_type": norm_type, "classic": classic}
+        expected = clip(full, 0.5, **options)
+        assert expected["w"][0] < 3.0
+        assert_same(clip({**empty, **full}, 0.5, **options), {**empty, **expected})
+        assert_same(clip(empty, 0.5, **options), empty)
+        assert clip({}, 0.5, **options) == {}
+        lanes = {name: torch.stack([leaf, leaf]) for name, leaf in ({**empty, **full}).items()}
+        per_lane = torch.vmap(lambda grads, c, options=options: clip(grads, c, **options))(lanes, torch.full((2,), 0.5))
+        assert_same(lane(per_lane, 1), {**empty, **expected})
+
+
+@pytest.mark.parametrize("size", [5e-324, 2.8e-309, 2.3e-308, 1e-300])
+@pytest.mark.parametrize("max_norm", [0.0, 5e-324, 1e-310, 1e-301])
+def test_the_smallest_gradients_have_a_direction(size: float, max_norm: float) -> None:
+    """One over them is infinite in float64."""
+    grads = {"w": torch.tensor([size, 0.0, -size], dtype=F64)}
+    expected = min(size, max_norm / 2**0.5)
+    gap = (clip(grads, max_norm)["w"] - torch.tensor([expected, 0.0, -expected], dtype=F64)).abs().max()
+    assert gap <= max(8 * torch.finfo(F64).eps * expected, 1e-323)

@@ -478,3 +478,35 @@ def test_layer_decay_compiles() -> None:
     decay = F.layer_decay(0.5)
     compiled = torch.compile(lambda grads: decay.update(grads, (), params)[0], fullgraph=True, backend="aot_eager")
     assert_same(compiled(params), one_update(decay, params))
+
+
+def test_a_norm_before_the_blocks_and_t5s_table_are_at_the_bottom() -> None:
+    blocks = ["blocks.0.attn.weight", "blocks.1.attn.weight"]
+    found = rates(["norm_pre.weight", "pre_layrnorm.weight", "shared.weight", *blocks, "norm.weight", "head.0.weight"])
+    assert list(found.values()) == [0.125, 0.125, 0.125, 0.25, 0.5, 0.5, 1.0]
+
+
+def test_a_norm_beside_the_numbers_is_no_block() -> None:
+    paths = ["layers.0.fc.weight", "layers.1.fc.weight", "layers.norm.weight", "head.weight"]
+    assert rates(paths)["head.weight"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "stacks", [("encoder.block", "decoder.block"), ("layer1", "layer2"), ("text.layers", "vision.layers")]
+)
+def test_several_stacks_of_blocks_are_named(stacks: tuple[str, ...]) -> None:
+    """The blocks of the shorter stack would have counted as the head, and moved the most."""
+    paths = [f"{stack}.{i}.attn.weight" for stack in stacks for i in range(2)]
+    with pytest.raises(ValueError, match=rf"several stacks .*, pass layers=; have: {stacks[0]}\., {stacks[1]}\."):
+        rates([*paths, "head.weight"])
+
+
+def test_states_of_other_links_and_labels_raise() -> None:
+    params = ones("a", "b")
+    three = F.chain(F.trace(0.9), F.trace(0.9), F.scale(-0.1))
+    with pytest.raises(ValueError, match="chain: the state has 2 parts, the chain 3 links"):
+        three.update(params, F.sgd(0.1, 0.9).init(params), params)
+    old = F.partition({"x": F.sgd(0.1)}, lambda path, leaf: "x")
+    new = F.partition({"x": F.sgd(0.1), "y": F.sgd(0.2)}, lambda path, leaf: "x" if path == "a" else "y")
+    with pytest.raises(ValueError, match=r"partition: the state has \['x'\], the labels are \['x', 'y'\]"):
+        new.update(params, old.init(params), params)

@@ -197,3 +197,9 @@ def test_docstrings_have_formula_paper_and_counterpart(module: Any) -> None:
 def test_bad_arguments(make: Any, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         make()
+
+
+def test_nadams_momentum_is_float64() -> None:
+    """A count times a Python number is float32: the momentum was off by 1e-8, a number and a tensor differed."""
+    runs = [by_us(F.nadam(0.1, momentum_decay=decay), start(), 20) for decay in (0.03, torch.tensor(0.03, dtype=F64))]
+    assert_run_close(runs[0], runs[1], start())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -324,3 +325,143 @@ def test_states_of_lanes_stack() -> None:
         torch.vmap(optimizer.init)(stack(params)),
         torch.utils._pytree.tree_map(lambda *leaves: torch.stack(leaves), *[optimizer.init(one) for one in params]),
     )
+
+
+# --- what would broadcast silently -----------------------------------------------------------------------------------
+
+THREE = torch.tensor([0.1, 0.2, 0.3])
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: F.scale(THREE), "scale: factor"),
+        (lambda: F.sgd(THREE), "lr"),
+        (lambda: F.sgd(0.1, momentum=THREE), "momentum"),
+        (lambda: F.adamw(THREE), "lr"),
+        (lambda: F.adam(betas=(0.9, THREE)), r"betas\[1\]"),
+        (lambda: F.adamw(weight_decay=THREE), "weight_decay"),
+        (lambda: F.asgd(lambd=THREE), "asgd: lambd"),
+        (lambda: F.adafactor(d=THREE), "adafactor: d"),
+        (lambda: F.muon(ns_coefficients=(3.4, -4.8, THREE)), r"muon: ns_coefficients\[2\]"),
+        (lambda: F.schedule_free_adamw(warmup_steps=THREE), "schedule_free_adamw: warmup_steps"),
+        (lambda: F.rprop(THREE), "rprop: lr"),
+        (lambda: F.sgd(0.1, learning_rates={"w": THREE}), r"learning_rates\['w'\]"),
+        (lambda: F.layer_decay(THREE), "layer_decay: rate"),
+        (lambda: F.clip_by_value(THREE), "clip_by_value: bound"),
+        (lambda: F.multi_steps(F.sgd(0.1), torch.tensor([2, 3, 4])), "multi_steps: every"),
+        (lambda: F.lookahead(F.sgd(0.1), torch.tensor([2, 3, 4])), "lookahead: sync_period"),
+        (lambda: F.swa(start=torch.tensor([2, 3, 4])), "swa: start"),
+        (lambda: F.ema(THREE), "ema: decay"),
+        (lambda: F.inject_hyperparams(F.sgd)(lr=THREE), "lr"),
+    ],
+)
+def test_a_hyper_parameter_with_axes_raises(make: Any, name: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name}.* must be a 0-d tensor, got shape \(3,\)"):
+        make()
+    assert THREE[0].ndim == 0  # as a lane sees it: the makers take that, see laws.py
+
+
+@pytest.mark.parametrize(
+    "maker", [F.sgd, F.adamw, F.adafactor, F.asgd, F.schedule_free_adamw, F.scale_by_schedule], ids=lambda m: m.__name__
+)
+def test_a_schedule_of_several_values_raises(maker: Any) -> None:
+    params = {"w": torch.ones(2, 3)}
+    with pytest.raises(ValueError, match=r"0-d.*got shape \(3,\)"):
+        drive(maker(lambda step: THREE.double()), [params], params)
+
+
+def test_scale_by_schedule_refuses_a_number() -> None:
+    with pytest.raises(TypeError, match=r"scale_by_schedule: schedule must be a function of the step, got 0\.1"):
+        F.scale_by_schedule(0.1)  # type: ignore[arg-type]
+
+
+STATELESS = {
+    "sgd": F.sgd(0.1),
+    "decayed sgd": F.sgd(0.1, weight_decay=0.1),
+    "trust": F.chain(F.scale_by_trust_ratio(), F.scale_by_learning_rate(0.1)),
+    "adaptive_clip": F.chain(F.adaptive_clip(), F.scale(-1.0)),
+    "adamw": F.adamw(0.1),
+    "ema": F.chain(F.sgd(0.1), F.ema(0.9)),
+    "lookahead": F.lookahead(F.sgd(0.1)),
+}
+
+
+@pytest.mark.parametrize("shape", [(3, 1), (3,), (), (1, 3, 3)])
+@pytest.mark.parametrize("name", STATELESS)
+def test_a_gradient_of_another_shape_raises(name: str, shape: tuple[int, ...]) -> None:
+    params = {"fc": {"weight": torch.ones(3, 3)}, "b": torch.ones(3)}
+    grads = {"fc": {"weight": torch.ones(shape)}, "b": torch.ones(3)}
+    optimizer = STATELESS[name]
+    with pytest.raises(ValueError, match=r"fc\.weight .*\(3, 3\)") as caught:
+        F.apply_updates(params, optimizer.update(grads, optimizer.init(params), params)[0])
+    assert str(shape) in str(caught.value)
+
+
+def test_apply_updates_names_what_would_broadcast_in_lanes_and_when_compiled() -> None:
+    params, updates = {"w": torch.ones(2, 3, 3)}, {"w": torch.ones(2, 3, 1)}
+    with pytest.raises(ValueError, match=r"shapes: \['w \(3, 3\) != \(3, 1\)'\]"):
+        torch.vmap(F.apply_updates)(params, updates)
+    with pytest.raises(Exception, match=r"w \(2, 3, 3\) != \(2, 3, 1\)"):  # dynamo wraps it
+        torch.compile(F.apply_updates, backend="eager", fullgraph=True)(params, updates)
+
+
+@pytest.mark.parametrize("name", STATELESS)
+def test_a_gradient_that_is_none_is_named(name: str) -> None:
+    params = {"head": {"w": torch.ones(2)}, "pooler": torch.ones(2)}
+    optimizer = STATELESS[name]
+    grads = {"head": {"w": torch.ones(2)}, "pooler": None}
+    with pytest.raises(ValueError, match=r"pooler"):
+        F.apply_updates(params, optimizer.update(grads, optimizer.init(params), params)[0])
+    with pytest.raises(ValueError, match=r"None in place of a tensor: \['pooler'\], give zeros or leave"):
+        F.apply_updates(params, {"head": {"w": torch.ones(2)}, "pooler": None})
+
+
+@pytest.mark.parametrize(
+    "maker",
+    [F.sgd, F.adam, F.adamw, F.nadam, F.radam, F.adamax, F.adagrad, F.adadelta, F.rmsprop, F.rprop, F.asgd, F.lion,
+     F.lamb, F.adafactor, F.schedule_free_adamw, partial(F.sgd, momentum=0.9)],
+    ids=lambda maker: getattr(maker, "__name__", "momentum"),
+)  # fmt: skip
+def test_a_leaf_that_cannot_move_is_named_at_init(maker: Any) -> None:
+    params = {"bn": {"weight": torch.ones(2), "num_batches_tracked": torch.tensor(3)}}
+    with pytest.raises(TypeError, match=r"floating-point tensors, bn\.num_batches_tracked is torch\.int64"):
+        maker().init(params)
+    apart = F.partition({"moves": maker(), "rests": F.freeze()}, lambda path, leaf: "moves" if leaf.ndim else "rests")
+    updates, _ = apart.update(params, apart.init(params), params)
+    assert updates["bn"]["num_batches_tracked"] == 0
+
+
+def test_complex_leaves_move_by_linear_updates_only() -> None:
+    params = {"w": torch.tensor([1.0 + 2.0j, -1.0j])}
+    with pytest.raises(TypeError, match=r"scale_by_adam: parameters must be real .* w is torch\.complex64"):
+        F.adam().init(params)
+    w = torch.nn.Parameter(params["w"].clone())
+    classic = torch.optim.SGD([w], 0.1, momentum=0.9)
+    optimizer = F.sgd(0.1, momentum=0.9)
+    state = optimizer.init(params)
+    for step in range(3):
+        grads = {"w": (step + 1.0j) * params["w"].detach()}
+        w.grad = grads["w"].clone()
+        classic.step()
+        updates, state = optimizer.update(grads, state, params)
+        params = F.apply_updates(params, updates)
+    assert (params["w"] - w.detach()).abs().max() < 1e-6
+
+
+def test_skip_nonfinite_looks_at_what_the_transform_gets() -> None:
+    """A metric or a carry that is NaN says nothing about the gradient; a weight that is NaN would spoil the mean."""
+    safe = F.skip_nonfinite(F.multi_steps(F.sgd(1.0), 2))
+    params = {"w": torch.tensor(0.0)}
+    nan = torch.tensor(math.nan)
+
+    def found(grad: float, weight: float = 1.0, other: Tensor = nan) -> F.types.Gradient:
+        return F.types.Gradient({"w": torch.tensor(grad)}, other, torch.tensor(weight), (other,), {"auc": other})
+
+    state = safe.init(params)
+    for one in (found(1.0), found(math.inf, other=torch.tensor(0.0)), found(7.0, math.nan)):
+        updates, state = safe.update(one, state, params)
+        assert_same(updates, {"w": torch.tensor(0.0)})
+    updates, state = safe.update(found(4.0, 2.0), state, params)
+    assert_same(updates, {"w": torch.tensor(-3.0)})  # (1 * 1 + 2 * 4) / 3
+    assert state.skipped == 2

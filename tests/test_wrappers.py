@@ -349,3 +349,64 @@ def test_noise_by_lane_is_the_solo_noise() -> None:
 def test_bad_arguments(make: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         make()
+
+
+def test_a_pair_may_hold_schedules_and_any_range_may_be_one() -> None:
+    def falling(start: float) -> Any:
+        return lambda step: start - 0.01 * step.double()
+
+    makers = {
+        F.adam: {"lr": 0.1, "betas": (falling(0.9), 0.99)},
+        F.lion: {"betas": (0.9, falling(0.99))},
+        F.rprop: {"lr": 0.1, "etas": (falling(0.5), falling(1.2))},
+        F.adafactor: {"d": falling(1.5)},
+    }
+    for maker, given in makers.items():
+        optimizer = F.inject_hyperparams(maker)(**given)
+        params = {"w": torch.tensor([1.0, -2.0])}
+        state, plain = optimizer.init(params), None
+        for step in range(3):
+            count = torch.tensor(step)
+            now = {
+                name: tuple(x(count) if callable(x) else x for x in value)
+                if isinstance(value, tuple)
+                else value(count)
+                if callable(value)
+                else value
+                for name, value in given.items()
+            }
+            own = maker(**now)
+            plain = own.init(params) if plain is None else plain
+            grads = {"w": torch.tensor([0.3, -0.1]) * (step - 1.5)}
+            updates, state = optimizer.update(grads, state, params)
+            expected, plain = own.update(grads, plain, params)
+            assert_close(updates, expected)
+
+
+def test_a_key_and_a_count_are_no_hyper_parameters_to_write() -> None:
+    state = F.inject_hyperparams(F.add_noise)(F.random.key(0), eta=0.1).init(ONE)
+    assert list(state.hyperparams) == ["eta"]
+    slow = F.inject_hyperparams(F.schedule_free_adamw)(0.1, warmup_steps=torch.tensor(3))
+    assert list(slow.init(ONE).hyperparams) == ["lr"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_noise_that_has_faded_is_not_rounded_away(dtype: torch.dtype) -> None:
+    noise = F.add_noise(F.random.key(0), eta=1e-8, gamma=0.0)
+    half, single = {"w": torch.ones(64, dtype=dtype)}, {"w": torch.ones(64)}
+    updates, expected = (noise.update(one, noise.init(one), one)[0] for one in (half, single))
+    assert_same(updates, expected)
+    assert (updates["w"] != 1.0).any()
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: F.rprop(etas=0.5), "rprop: etas must be a pair"),  # type: ignore[arg-type]
+        (lambda: F.rprop(step_sizes=(0.1,)), "rprop: step_sizes must be a pair"),  # type: ignore[arg-type]
+        (lambda: F.adafactor(eps=1e-3), "adafactor: eps must be a pair"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_must_be_a_pair(make: Any, match: str) -> None:
+    with pytest.raises(TypeError, match=match):
+        make()

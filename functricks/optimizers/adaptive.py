@@ -124,7 +124,8 @@ def scale_by_nadam(betas: tuple[Number, Number], eps: Number, momentum_decay: Nu
         return double(beta1) * (1.0 - 0.5 * torch.pow(0.96, step.double() * double(momentum_decay)))
 
     def init(params: Params) -> ScaleByNadamState:
-        return ScaleByNadamState(counter(params), counter(params).double() + 1, statistic(params), statistic(params))
+        mu, nu = statistic("nadam", params), statistic("nadam", params)
+        return ScaleByNadamState(counter(params), counter(params).double() + 1, mu, nu)
 
     def update(grads: Grads, state: ScaleByNadamState, params: Params) -> tuple[Updates, ScaleByNadamState]:
         grads = matched("nadam", grads, state.mu)
@@ -201,7 +202,7 @@ def scale_by_radam(betas: tuple[Number, Number], eps: Number) -> Transform:
     beta1, beta2 = betas
 
     def init(params: Params) -> ScaleByRadamState:
-        return ScaleByRadamState(counter(params), statistic(params), statistic(params))
+        return ScaleByRadamState(counter(params), statistic("radam", params), statistic("radam", params))
 
     def update(grads: Grads, state: ScaleByRadamState, params: Params) -> tuple[Updates, ScaleByRadamState]:
         grads = matched("radam", grads, state.mu)
@@ -280,7 +281,7 @@ def scale_by_adamax(betas: tuple[Number, Number], eps: Number) -> Transform:
     beta1, beta2 = betas
 
     def init(params: Params) -> ScaleByAdamaxState:
-        return ScaleByAdamaxState(counter(params), statistic(params), statistic(params))
+        return ScaleByAdamaxState(counter(params), statistic("adamax", params), statistic("adamax", params))
 
     def update(grads: Grads, state: ScaleByAdamaxState, params: Params) -> tuple[Updates, ScaleByAdamaxState]:
         grads = matched("adamax", grads, state.mu)

@@ -44,7 +44,7 @@ def step_asgd(lr: Number | Schedule, lambd: Number, alpha: Number, t0: Number) -
     """The step of :func:`asgd`."""
 
     def init(params: Params) -> AsgdState:
-        return AsgdState(counter(params), statistic(params))
+        return AsgdState(counter(params), statistic("asgd", params, linear=True))
 
     def update(grads: Grads, state: AsgdState, params: Params) -> tuple[Updates, AsgdState]:
         grads = matched("asgd", grads, state.average)
@@ -100,8 +100,9 @@ def asgd(
     {'w': tensor(-0.3000)}
     """
     check_rate("lr", lr)
-    for name, value in {"lambd": lambd, "alpha": alpha, "t0": t0}.items():
-        check_number(f"asgd: {name}", value)
+    check_number("asgd: lambd", lambd, minimum=0.0)
+    check_number("asgd: alpha", alpha)
+    check_number("asgd: t0", t0)
     return chain(*ascend(maximize), *decay(weight_decay, decay_where), step_asgd(lr, lambd, alpha, t0))
 
 
@@ -136,8 +137,9 @@ def step_schedule_free(
     def init(params: Params) -> ScheduleFreeState:
         zero = counter(params).double()
         beta = torch.as_tensor(beta1, dtype=torch.float64)
+        nu = statistic("schedule_free_adamw", params)
         return ScheduleFreeState(
-            counter(params), zero, zero.clone(), beta, tree.map(torch.clone, tree.wide(params)), statistic(params)
+            counter(params), zero, zero.clone(), beta, tree.map(torch.clone, tree.wide(params)), nu
         )
 
     def rate(step: Tensor) -> Tensor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functricks import tree
 from functricks.transforms import add_decayed_weights, chain, scale, scale_by_learning_rate
-from functricks.transforms.base import check_number, check_rate, double, is_schedule, is_zero
-from functricks.transforms.scaling import ScaleByScheduleState, scale_by_schedule
+from functricks.transforms.base import check_number, check_rate, double, is_schedule, is_zero, rate_at
+from functricks.transforms.scaling import ScaleByScheduleState
 from functricks.types import Empty, Grads, Number, Params, Schedule, State, Transform, Updates
 
 __all__: list[str] = []  # nothing here is public
@@ -35,11 +35,11 @@ def descend(
         return chain(*decay(weight_decay, decay_where), scale_by_learning_rate(lr, learning_rates))
     check_rate("lr", lr)
     check_number("weight_decay", weight_decay, minimum=0.0)
-    counted = scale_by_schedule(lr) if is_schedule(lr) else scale(1.0)
+    rates = scale_by_learning_rate(lr)
 
     def update(grads: Grads, state: State, params: Params) -> tuple[Updates, State]:
-        rate = lr(state.step) if is_schedule(lr) else double(lr)
+        rate = rate_at(lr, state.step) if is_schedule(lr) else double(lr)
         updates = tree.scaled_sum(-rate, tree.wide(grads), weight_decay, params)
         return updates, ScaleByScheduleState(state.step + 1) if is_schedule(lr) else Empty()
 
-    return Transform(counted.init, update)
+    return Transform(rates.init, update)

@@ -14,6 +14,7 @@ from functricks.transforms import chain, scale, scale_by_adam, scale_by_learning
 from functricks.transforms.base import (
     check_integer,
     check_number,
+    check_pair,
     check_rate,
     counter,
     double,
@@ -49,7 +50,7 @@ def step_adafactor(
     """The step of :func:`adafactor`, not yet negated."""
 
     def init(params: Params) -> AdafactorState:
-        leaves = tree.named_leaves(statistic(params))
+        leaves = tree.named_leaves(statistic("adafactor", params))
         rows = {path: leaf[..., :1].clone() for path, leaf in leaves.items() if leaf.ndim > 1}
         columns = {path: leaf[..., :1, :].clone() for path, leaf in leaves.items() if leaf.ndim > 1}
         squares = {path: leaf for path, leaf in leaves.items() if leaf.ndim < 2}
@@ -167,6 +168,7 @@ def adafactor(
     check_rate("lr", lr)
     check_number("adafactor: beta2_decay", beta2_decay, maximum=0.0)
     check_number("adafactor: d", d, minimum=1.0)
+    check_pair("adafactor: eps", eps)
     check_number("adafactor: eps[1]", eps[1], minimum=0.0)
     check_number("adafactor: weight_decay", weight_decay, minimum=0.0)
     if eps[0] is not None:
@@ -200,7 +202,7 @@ def scale_by_muon(
 
     def init(params: Params) -> ScaleByMuonState:
         _check_matrices(params)
-        return ScaleByMuonState(statistic(params))
+        return ScaleByMuonState(statistic("muon", params))
 
     def update(grads: Grads, state: ScaleByMuonState, params: Params) -> tuple[Updates, ScaleByMuonState]:
         _check_matrices(grads)
@@ -296,6 +298,8 @@ def muon(
     """
     if len(ns_coefficients) != 3:
         raise ValueError(f"muon: ns_coefficients must be three numbers, got {ns_coefficients!r}")
+    for index, coefficient in enumerate(ns_coefficients):
+        check_number(f"muon: ns_coefficients[{index}]", coefficient)
     check_integer("muon: ns_steps", ns_steps, 0)
     if ns_steps >= 100:
         raise ValueError(f"muon: ns_steps must be below 100, got {ns_steps!r}")

@@ -10,7 +10,7 @@ from torch import Tensor
 from functricks import tree
 from functricks.optimizers.base import ascend, descend
 from functricks.transforms import chain, scale
-from functricks.transforms.base import check_betas, check_number, matched, recorded, statistic
+from functricks.transforms.base import check_betas, check_number, check_pair, matched, recorded, statistic
 from functricks.types import Grads, Number, Params, Schedule, Transform, Updates
 
 __all__ = ["lion", "rprop"]
@@ -26,8 +26,8 @@ def scale_by_rprop(lr: Number, etas: tuple[Number, Number], step_sizes: tuple[Nu
     shrink, grow = etas
 
     def init(params: Params) -> ScaleByRpropState:
-        size = tree.pointwise(torch.add, statistic(params), coefficients=(lr,))
-        return ScaleByRpropState(statistic(params), size)
+        size = tree.pointwise(torch.add, statistic("rprop", params), coefficients=(lr,))
+        return ScaleByRpropState(statistic("rprop", params), size)
 
     def resized(size: Tensor, grad: Tensor, last: Tensor, *bounds: Number) -> Tensor:
         shrink, grow, low, high = (torch.as_tensor(x, dtype=size.dtype, device=size.device) for x in bounds)
@@ -73,6 +73,8 @@ def rprop(
     {'w': tensor(-0.1000)}
     """
     check_number("rprop: lr (the first step only: a schedule would have no effect)", lr, minimum=0.0)
+    check_pair("rprop: etas", etas)
+    check_pair("rprop: step_sizes", step_sizes)
     numbers = {"etas[0]": etas[0], "etas[1]": etas[1], "step_sizes[0]": step_sizes[0], "step_sizes[1]": step_sizes[1]}
     for name, value in numbers.items():
         check_number(f"rprop: {name}", value, minimum=0.0)
@@ -91,7 +93,7 @@ def scale_by_lion(betas: tuple[Number, Number]) -> Transform:
     beta1, beta2 = betas
 
     def init(params: Params) -> ScaleByLionState:
-        return ScaleByLionState(statistic(params))
+        return ScaleByLionState(statistic("lion", params))
 
     def update(grads: Grads, state: ScaleByLionState, params: Params) -> tuple[Updates, ScaleByLionState]:
         grads = matched("lion", grads, state.mu)

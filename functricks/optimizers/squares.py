@@ -28,7 +28,7 @@ def scale_by_adagrad(lr_decay: Number, initial_accumulator_value: Number, eps: N
     check_number("eps", eps, minimum=0.0)
 
     def init(params: Params) -> ScaleByAdagradState:
-        total = tree.pointwise(torch.add, statistic(params), coefficients=(initial_accumulator_value,))
+        total = tree.pointwise(torch.add, statistic("adagrad", params), coefficients=(initial_accumulator_value,))
         return ScaleByAdagradState(counter(params), total)
 
     def update(grads: Grads, state: ScaleByAdagradState, params: Params) -> tuple[Updates, ScaleByAdagradState]:
@@ -93,7 +93,7 @@ def scale_by_adadelta(rho: Number, eps: Number) -> Transform:
         return tree.sqrt(moved + eps) / tree.sqrt(nu + eps) * grad
 
     def init(params: Params) -> ScaleByAdadeltaState:
-        return ScaleByAdadeltaState(statistic(params), statistic(params))
+        return ScaleByAdadeltaState(statistic("adadelta", params), statistic("adadelta", params))
 
     def update(grads: Grads, state: ScaleByAdadeltaState, params: Params) -> tuple[Updates, ScaleByAdadeltaState]:
         grads = matched("adadelta", grads, state.nu)

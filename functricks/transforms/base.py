@@ -57,10 +57,7 @@ def check_number(
 ) -> None:
     """Validate a hyper-parameter where it is a Python number; a 0-d tensor passes, a schedule does not."""
     if isinstance(value, Tensor):
-        if value.ndim:
-            raise ValueError(
-                f"{name} must be one number, got a tensor of shape {tuple(value.shape)}; vmap gives each lane its own"
-            )
+        _check_axes(name, value)
         return
     if callable(value):
         raise TypeError(
@@ -78,12 +75,18 @@ def check_number(
 
 
 def check_integer(name: str, value: Any, minimum: int) -> None:
-    """Validate a count where it is a Python number; an integer tensor passes."""
+    """Validate a count where it is a Python number; a 0-d tensor passes."""
     if isinstance(value, Tensor):
-        check_number(name, value)
+        _check_axes(name, value)
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise ValueError(f"{name} must be an integer >= {minimum}, got {value!r}")
+
+
+def _check_axes(name: str, value: Tensor) -> None:
+    """Raise for a tensor with axes, which would broadcast against the leaves."""
+    if value.ndim:
+        raise ValueError(f"{name} must be a 0-d tensor, got shape {tuple(value.shape)}; for one value a lane use vmap")
 
 
 def is_schedule(value: Any) -> TypeIs[Schedule]:
@@ -97,10 +100,15 @@ def check_rate(name: str, value: Any) -> None:
         check_number(name, value, minimum=0.0)
 
 
+def check_pair(name: str, value: Any) -> None:
+    """Validate that there are two; what they are is for the caller."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise TypeError(f"{name} must be a pair of numbers or 0-d tensors, got {value!r}")
+
+
 def check_betas(betas: Any) -> None:
     """Validate a pair of decay rates."""
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise TypeError(f"betas must be a pair of numbers or 0-d tensors, got {betas!r}")
+    check_pair("betas", betas)
     for index, beta in enumerate(betas):
         check_number(f"betas[{index}]", beta, minimum=0.0, below=1.0)
 
@@ -122,7 +130,12 @@ def power(beta: Number, step: Tensor) -> Tensor:
 
 def rate_at(lr: Any, step: Tensor) -> Number:
     """Return a learning rate as a number or a float64 tensor; a schedule is asked for the step."""
-    return lr(step) if is_schedule(lr) else double(lr)
+    if not is_schedule(lr):
+        return double(lr)
+    rate = lr(step)
+    if isinstance(rate, Tensor):
+        _check_axes("lr: the schedule's value", rate)
+    return rate
 
 
 # --- state -----------------------------------------------------------------------------------------------------------
@@ -134,14 +147,35 @@ def counter(params: Params) -> Tensor:
     return leaves[0].new_zeros((), dtype=torch.int64) if leaves else torch.zeros((), dtype=torch.int64)
 
 
-def statistic(params: Params) -> Grads:
-    """Return zeros for a running statistic: float32 for half-precision parameters."""
+def check_moves(name: str, params: Params, *, linear: bool = False) -> None:
+    """Raise for leaves that do not move: integers (a count of batches), and complex ones but for a linear update.
+
+    A square, a sign or a root takes a complex number apart otherwise than PyTorch's, which treats it as two reals.
+    """
+    for path, leaf in tree.named_leaves(params).items():
+        if not (leaf.is_floating_point() or (linear and leaf.is_complex())):
+            raise TypeError(
+                f"{name}: parameters must be {'' if linear else 'real '}floating-point tensors, {path} is {leaf.dtype}"
+                "; leave it out or give it freeze() with partition"
+            )
+
+
+def zeros(params: Params) -> Grads:
+    """Return zeros to add up leaves in: float32 for half precision."""
     return tree.map(lambda leaf: torch.zeros_like(leaf, dtype=tree.compute_dtype(leaf.dtype)), params)
+
+
+def statistic(name: str, params: Params, *, linear: bool = False) -> Grads:
+    """Return zeros for a running statistic of gradients, see :func:`zeros`; raise for leaves that have none."""
+    check_moves(name, params, linear=linear)
+    return zeros(params)
 
 
 def matched(name: str, grads: Grads, like: Grads) -> Grads:
     """Return the gradients in the dtypes of a statistic; raise, with paths and shapes, if it is not of these leaves."""
-    tree.check_like(f"{name}: the state and the gradients", like, grads)
+    own, new = tree.check_like(f"{name}: the state and the gradients", like, grads)
+    if [leaf.dtype for leaf in own] == [leaf.dtype for leaf in new]:
+        return grads
     return tree.map(lambda leaf, other: leaf if leaf.dtype == other.dtype else leaf.to(other.dtype), grads, like)
 
 

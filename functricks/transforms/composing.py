@@ -8,7 +8,7 @@ from torch import Tensor
 
 from functricks import tree
 from functricks.transforms.base import counter, recorded
-from functricks.types import Grads, Params, State, Transform, Updates
+from functricks.types import Gradient, Grads, Params, State, Transform, Updates
 
 __all__ = ["apply_updates", "chain", "named_chain", "skip_nonfinite"]
 
@@ -17,6 +17,8 @@ def apply_updates(params: Params, updates: Updates) -> Params:
     """Add the updates to the parameters; every parameter keeps its dtype.
 
     Updates may be wider than the parameters (float32 for half precision): the sum is rounded once.
+
+    Raises ``ValueError`` that names the paths and shapes in which the two differ, also for None in place of an update.
 
     >>> import torch
     >>> apply_updates({"w": torch.tensor(1.0)}, {"w": torch.tensor(-0.5)})
@@ -42,6 +44,8 @@ def chain(*transforms: Transform) -> Transform:
         return tuple(transform.init(params) for transform in transforms)
 
     def update(grads: Grads, state: State, params: Params) -> tuple[Updates, State]:
+        if len(state) != len(transforms):
+            raise ValueError(f"chain: the state has {len(state)} parts, the chain {len(transforms)} links")
         states = []
         for transform, one in zip(transforms, state, strict=True):
             grads, one = transform.update(grads, one, params)
@@ -94,7 +98,8 @@ def skip_nonfinite(transform: Transform) -> Transform:
     """Skip a step whose gradients are not all finite: zero updates, and ``transform`` keeps its state.
 
     Classic: what ``torch.amp.GradScaler.step`` does. :func:`functricks.train_step` does it for the whole step; this is
-    for loops that own their state. ``state.skipped`` counts the skips.
+    for loops that own their state. ``state.skipped`` counts the skips. Of a :class:`~functricks.Gradient`, which
+    :func:`functricks.multi_steps` takes, the gradients and their weight are looked at, not the loss, carry and metrics.
 
     >>> import torch
     >>> from functricks import scale
@@ -108,7 +113,7 @@ def skip_nonfinite(transform: Transform) -> Transform:
         return SkipNonfiniteState(transform.init(params), counter(params))
 
     def update(grads: Grads, state: SkipNonfiniteState, params: Params) -> tuple[Updates, SkipNonfiniteState]:
-        finite = tree.all_finite(grads)
+        finite = tree.all_finite((grads.grads, grads.weight) if isinstance(grads, Gradient) else grads)
         updates, inner = transform.update(grads, state.inner, params)
         updates = tree.where(finite, updates, tree.zeros_like(updates))
         return updates, SkipNonfiniteState(tree.where(finite, inner, state.inner), state.skipped + ~finite)

@@ -55,6 +55,8 @@ def partition(transforms: dict[str, Transform], labels: Any) -> Transform:
         return {label: transforms[label].init(tree.pick(params, part)) for label, part in parts(params).items()}
 
     def update(grads: Grads, state: State, params: Params) -> tuple[Updates, State]:
+        if state.keys() != transforms.keys():
+            raise ValueError(f"partition: the state has {list(state)}, the labels are {list(transforms)}")
         updates, states = {}, {}
         for label, part in parts(params).items():
             own, states[label] = transforms[label].update(tree.pick(grads, part), state[label], tree.pick(params, part))

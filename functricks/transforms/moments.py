@@ -47,7 +47,7 @@ def trace(momentum: Number, dampening: Number = 0.0, nesterov: bool = False) -> 
     check_number("dampening", dampening)
 
     def init(params: Params) -> TraceState:
-        return TraceState(counter(params), statistic(params))
+        return TraceState(counter(params), statistic("trace", params, linear=True))
 
     def update(grads: Grads, state: TraceState, params: Params) -> tuple[Updates, TraceState]:
         grads = matched("trace", grads, state.trace)
@@ -96,9 +96,8 @@ def scale_by_adam(betas: tuple[Number, Number] = (0.9, 0.999), eps: Number = 1e-
     beta1, beta2 = betas
 
     def init(params: Params) -> ScaleByAdamState:
-        return ScaleByAdamState(
-            counter(params), statistic(params), statistic(params), statistic(params) if amsgrad else ()
-        )
+        mu, nu = statistic("scale_by_adam", params), statistic("scale_by_adam", params)
+        return ScaleByAdamState(counter(params), mu, nu, tree.zeros_like(nu) if amsgrad else ())
 
     def update(grads: Grads, state: ScaleByAdamState, params: Params) -> tuple[Updates, ScaleByAdamState]:
         grads = matched("scale_by_adam", grads, state.mu)
@@ -146,7 +145,8 @@ def scale_by_rms(alpha: Number = 0.99, eps: Number = 1e-8, centered: bool = Fals
     check_number("eps", eps, minimum=0.0)
 
     def init(params: Params) -> ScaleByRmsState:
-        return ScaleByRmsState(statistic(params), statistic(params) if centered else ())
+        nu = statistic("scale_by_rms", params)
+        return ScaleByRmsState(nu, tree.zeros_like(nu) if centered else ())
 
     def update(grads: Grads, state: ScaleByRmsState, params: Params) -> tuple[Updates, ScaleByRmsState]:
         grads = matched("scale_by_rms", grads, state.nu)

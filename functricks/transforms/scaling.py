@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from functricks import random, tree
-from functricks.transforms.base import check_number, check_rate, counter, is_schedule, stateless
+from functricks.transforms.base import check_moves, check_number, check_rate, counter, is_schedule, stateless
 from functricks.transforms.groups import scale_by_path
 from functricks.types import Grads, Number, Params, Schedule, State, Transform, Updates
 
@@ -29,6 +29,7 @@ def scale(factor: Number) -> Transform:
     >>> scale(-0.5).update({"w": torch.tensor(2.0)}, (), {})[0]
     {'w': tensor(-1.)}
     """
+    check_number("scale: factor", factor)
     return stateless(lambda grads, params: tree.scale(tree.wide(grads), factor))
 
 
@@ -46,6 +47,8 @@ def scale_by_schedule(schedule: Schedule) -> Transform:
     >>> updates
     {'w': tensor(4.)}
     """
+    if not is_schedule(schedule):
+        raise TypeError(f"scale_by_schedule: schedule must be a function of the step, got {schedule!r}; see scale")
 
     def init(params: Params) -> ScaleByScheduleState:
         return ScaleByScheduleState(counter(params))
@@ -80,15 +83,20 @@ def scale_by_learning_rate(lr: Number | Schedule, learning_rates: dict[str, Numb
         base = scale_by_schedule(lambda step: -schedule(step))
     else:
         base = scale(-lr)
+
+    def init(params: Params) -> State:
+        check_moves("scale_by_learning_rate", params, linear=True)
+        return base.init(params)
+
     if not learning_rates:
-        return base
+        return Transform(init, base.update)
     factors = scale_by_path(learning_rates, name="learning_rates")
 
     def update(grads: Grads, state: State, params: Params) -> tuple[Updates, State]:
         updates, state = base.update(grads, state, params)
         return factors(updates), state
 
-    return Transform(base.init, update)
+    return Transform(init, update)
 
 
 def add_decayed_weights(weight_decay: Number, where: tree.Where | None = None) -> Transform:
@@ -138,6 +146,8 @@ def add_noise(key: Tensor, eta: Number = 0.01, gamma: Number = 0.55) -> Transfor
         eta: the variance at the first step, >= 0.
         gamma: how fast it fades, >= 0.
 
+    The sum is float32 for half-precision gradients, in which noise that has faded would round away.
+
     >>> noisy = add_noise(random.key(0), eta=0.0)
     >>> params = {"w": torch.tensor(1.0)}
     >>> noisy.update(params, noisy.init(params), params)[0]
@@ -152,6 +162,7 @@ def add_noise(key: Tensor, eta: Number = 0.01, gamma: Number = 0.55) -> Transfor
     def update(grads: Grads, state: AddNoiseState, params: Params) -> tuple[Updates, AddNoiseState]:
         variance = torch.as_tensor(eta, dtype=torch.float64) / (1.0 + state.step.double()) ** gamma
         step_key = random.fold_in(key, state.step)
+        grads = tree.wide(grads)
         noise = {
             path: random.normal(random.fold_in(step_key, tree.path_number(path)), leaf.shape).to(leaf.dtype)
             for path, leaf in tree.named_leaves(grads).items()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from functricks import tree
-from functricks.transforms.base import check_integer, check_number, counter, is_schedule, matched, recorded, statistic
+from functricks.transforms.base import check_integer, check_number, counter, is_schedule, matched, recorded, zeros
 from functricks.transforms.composing import apply_updates
 from functricks.types import Gradient, Grads, Number, Params, State, Transform, Updates
 
@@ -76,7 +76,7 @@ def multi_steps(transform: Transform, every: int | Tensor) -> MultiSteps:
 
     def init(params: Params) -> MultiStepsState:
         # the weight in float64: as float32, a window of 2**24 tokens would stop growing by single ones
-        return MultiStepsState(counter(params), counter(params).double(), statistic(params), transform.init(params))
+        return MultiStepsState(counter(params), counter(params).double(), zeros(params), transform.init(params))
 
     def update(found: Grads | Gradient, state: MultiStepsState, params: Params) -> tuple[Updates, MultiStepsState]:
         grads, weight = (found.grads, found.weight.double()) if isinstance(found, Gradient) else (found, 1.0)
@@ -178,8 +178,9 @@ def inject_hyperparams(maker: Callable[..., Transform], static: Collection[str] 
 
     Args:
         maker: any maker of a transform, as ``adamw`` or ``clip_by_global_norm``.
-        static: names of arguments to leave as they are. Bools, ints, strings, None and selectors (``where``,
-            ``decay_where``, ``labels``) always are: structure is not for writing. A pair of numbers stays a pair.
+        static: names of arguments to leave as they are. Bools, ints, tensors of them (a count, a key), strings, None
+            and selectors (``where``, ``decay_where``, ``labels``) always are: structure is not for writing. A pair of
+            numbers stays a pair.
 
     >>> from functricks import sgd
     >>> optimizer = inject_hyperparams(sgd)(lr=0.5)
@@ -207,17 +208,17 @@ def inject_hyperparams(maker: Callable[..., Transform], static: Collection[str] 
     return make
 
 
-def _without_schedules(value: Any) -> Any:
-    """Put a tensor, whose value no maker checks, in the place of a schedule."""
-    if isinstance(value, (tuple, list)):
-        return type(value)(_without_schedules(one) for one in value)
-    return torch.tensor(0.5) if is_schedule(value) else value
-
-
 def _is_live(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return bool(value) and all(_is_live(one) for one in value)
-    return isinstance(value, (float, Tensor)) or is_schedule(value)
+    return isinstance(value, float) or (isinstance(value, Tensor) and value.is_floating_point()) or is_schedule(value)
+
+
+def _without_schedules(value: Any) -> Any:
+    """Put a tensor, which fits every range, where there is a schedule."""
+    if isinstance(value, (tuple, list)):
+        return tuple(_without_schedules(one) for one in value)
+    return torch.ones((), dtype=torch.float64) if is_schedule(value) else value
 
 
 def _injected(rebuild: Callable[[dict[str, Any]], Transform], live: dict[str, Any]) -> Transform:

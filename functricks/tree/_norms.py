@@ -32,9 +32,6 @@ def all_finite(tree: Tree) -> Tensor:
     return torch.isfinite(peak) & torch.isfinite(relative)
 
 
-_TINY = 2.0**-1020  # a subnormal peak has no reciprocal in float64
-
-
 def norm_parts(tree: Tree, order: float = 2.0) -> tuple[Tensor, Tensor]:
     r"""Return ``(peak, relative)``, 0-d float64, whose product is the norm; both finite if all leaves are.
 
@@ -50,7 +47,7 @@ def norm_parts(tree: Tree, order: float = 2.0) -> tuple[Tensor, Tensor]:
     peak = one
     if order != 2.0 or any(leaf.dtype == torch.float64 for leaf in columns):
         peak = _peak([leaf.detach() for leaf in columns]) if columns else one
-        peak = torch.where(peak == 0, 1.0, torch.clamp(peak, min=_TINY))
+        peak = torch.clamp(peak, min=torch.finfo(torch.float64).tiny)  # one over less than that is infinite
         columns = [leaf.double() / peak for leaf in columns]
     if order == 2.0:
         return peak, sqrt(_sum_of_squares(columns))

@@ -18,7 +18,7 @@ from functricks.tree._lanes import (
     look,
     outside_lanes,
 )
-from functricks.tree._walking import Tree, columns_of, unflatten
+from functricks.tree._walking import Tree, check_shapes, columns_of, unflatten
 from functricks.types import Number
 
 One: TypeAlias = Callable[..., Tensor]
@@ -31,10 +31,17 @@ def apply(one: One, many: Many | None, trees: Sequence[Tree], coefficients: Sequ
     ``one(*leaves, *coefficients)`` does a leaf with out-of-place operations. ``many(*columns, *coefficients)`` does
     the same to lists of plain tensors, where a coefficient is a Python number or a list with one tensor a leaf, ready
     to broadcast; without it, all goes through ``one``.
+
+    Raises ``ValueError`` for leaves that would broadcast, and for a coefficient with axes.
     """
     columns, structure = columns_of(trees)
     if not columns[0]:
         return trees[0]
+    if len(trees) > 1:
+        check_shapes(trees, columns)
+    for value in coefficients:
+        if isinstance(value, Tensor) and value.ndim:
+            raise ValueError(f"tree: a coefficient must be 0-d, got shape {tuple(value.shape)}; one a lane: by vmap")
     results = None if many is None else _fast(many, columns, coefficients)
     if results is None:
         rows = zip(*columns, strict=True)

@@ -141,8 +141,9 @@ def _flatten_like(tree: Tree, other: Tree) -> list[Any]:
     children = children_of(tree)
     if children is None:
         return [other]
-    named = dict(children_of(other) or [])
-    if named.keys() != {name for name, _ in children}:
+    others = children_of(other)
+    named = dict(others or [])
+    if others is None or named.keys() != {name for name, _ in children}:
         raise ValueError(structure_error("tree", tree, other))
     found = []
     for name, child in children:
@@ -170,8 +171,28 @@ def _flatten_up_to(structure: Any, tree: Tree, other: Tree) -> list[Any]:
     return found
 
 
-def check_like(what: str, expected: Tree, got: Tree) -> None:
-    """Raise ``ValueError`` unless two trees have the same paths and shapes; the text names those that differ.
+def same_shapes(columns: Sequence[Sequence[Any]]) -> bool:
+    """Have the leaves of every row one shape? No, where one is no tensor."""
+    try:
+        first = [leaf.shape for leaf in columns[0]]
+        return all([leaf.shape for leaf in column] == first for column in columns[1:])
+    except AttributeError:
+        return False
+
+
+def check_shapes(trees: Sequence[Tree], columns: Sequence[Sequence[Any]]) -> None:
+    """Raise unless the leaves of every row are tensors of one shape: broadcasting would hide a wrong gradient."""
+    if same_shapes(columns):
+        return
+    for other, column in zip(trees[1:], columns[1:], strict=True):
+        if not same_shapes((columns[0], column)):
+            raise ValueError(structure_error("tree", trees[0], other))
+
+
+def check_like(what: str, expected: Tree, got: Tree) -> list[list[Any]]:
+    """Return the leaves of two trees, matched by name, if they have the same paths and shapes.
+
+    Raises ``ValueError`` that names those that differ.
 
     >>> check_like("state", {"w": torch.zeros(2)}, {"v": torch.zeros(2)})
     Traceback (most recent call last):
@@ -179,11 +200,11 @@ def check_like(what: str, expected: Tree, got: Tree) -> None:
     """
     try:
         columns, _ = columns_of((expected, got))
-        same = all(a.shape == b.shape for a, b in zip(*columns, strict=True))
-    except (ValueError, AttributeError):
-        same = False
-    if not same:
-        raise ValueError(structure_error(what, expected, got))
+        if same_shapes(columns):
+            return columns
+    except ValueError:
+        pass
+    raise ValueError(structure_error(what, expected, got))
 
 
 def structure_error(what: str, expected: Tree, got: Tree) -> str:
@@ -195,4 +216,16 @@ def structure_error(what: str, expected: Tree, got: Tree) -> str:
         for p in want
         if p in have and isinstance(want[p], Tensor) and isinstance(have[p], Tensor) and want[p].shape != have[p].shape
     ]
-    return f"{what}: trees differ; missing: {missing}, unexpected: {extra}, shapes: {shapes}"
+    text = f"{what}: trees differ; missing: {missing}, unexpected: {extra}, shapes: {shapes}"
+    empty = [path for path in _empty(got) if path in want]
+    return f"{text}; None in place of a tensor: {empty}, give zeros or leave the parameter out" if empty else text
+
+
+def _empty(tree: Tree, prefix: str = "") -> list[str]:
+    """Return the paths at which there is None, as ``p.grad`` is for a parameter that no loss has reached."""
+    if tree is None:
+        return [prefix]
+    found = []
+    for name, child in children_of(tree) or []:
+        found += _empty(child, f"{prefix}.{name}" if prefix else name)
+    return found
