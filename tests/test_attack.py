@@ -216,7 +216,7 @@ def test_errors() -> None:
         ({"epsilon": 1.0, "steps": 0}, "attack: steps must be an integer >= 1, got 0"),
         ({"epsilon": 1.0, "norm": "l1"}, "norm must be 'l2' or 'linf'"),
         ({"epsilon": 1.0, "per": "row"}, "got 'linf', 'row'"),
-        ({"epsilon": torch.ones(2)}, r"attack: epsilon must be one number, got a tensor of shape \(2,\)"),
+        ({"epsilon": torch.ones(2)}, r"attack: epsilon must be a 0-d tensor, got shape \(2,\)"),
         ({"epsilon": 1.0, "clamp": (1.0, 0.0)}, r"clamp must be \(low, high\) with low <= high, got \(1\.0, 0\.0\)"),
         (
             {"epsilon": 1.0, "mask": torch.ones(3).bool()},

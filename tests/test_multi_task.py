@@ -294,7 +294,7 @@ def test_errors() -> None:
         multi_task(TASKS, conflicts="drop")
     with pytest.raises(ValueError, match=r"no log-variance at 'sigma\.a' in the parameters; have: trunk"):
         multi_task(TASKS, "sigma")(params, batch)
-    with pytest.raises(ValueError, match=r"weights\['a'\] must be one number, got a tensor of shape \(2,\)"):
+    with pytest.raises(ValueError, match=r"weights\['a'\] must be a 0-d tensor, got shape \(2,\)"):
         multi_task(TASKS, {"a": torch.ones(2), "b": 1.0})
     with pytest.raises(TypeError, match=r"weights\['a'\] must be a number"):
         multi_task(TASKS, {"a": "much", "b": 1.0})

@@ -153,10 +153,11 @@ def _is_below(part: str) -> bool:
 
 
 def _standard_depth(path: str, blocks: str, numbers: dict[int, int]) -> int:
-    if path.startswith(blocks):
-        return numbers[int(path[len(blocks) :].split(".")[0])] + 1
+    number = path[len(blocks) :].split(".")[0]
+    if path.startswith(blocks) and number.isdigit():  # and not a norm beside the numbers
+        return numbers[int(number)] + 1
     parts, shared = path.lower().split("."), _shared(path, blocks)
-    if any(_is_below(part) for part in parts[shared:]):
+    if any(_is_below(part) for part in parts[shared:]) or parts[-2:] == ["shared", "weight"]:  # T5's embedding
         return 0
     is_final_norm = len(parts) > 1 and parts[-2] in _FINAL_NORMS and len(parts) - 2 <= shared
     return len(numbers) if is_final_norm else len(numbers) + 1
