@@ -135,18 +135,18 @@ class _Sums(NamedTuple):
 def added(sums: _Sums | None, one: Gradient) -> _Sums:
     """Add a micro-batch, weighted, to the sums; None is nothing yet."""
     weight = one.weight.to(torch.promote_types(one.weight.dtype, torch.float32))  # half precision cannot count
-    nothing = weight == 0
     # gradient divides by 1 where the weight is 0: a smoothed row of a class of no weight has a numerator all the same
-    factor = torch.where(nothing, 1, weight)
+    factor = tree.or_one(weight)
     # while a metric over nothing is NaN, and counts for nothing
-    metrics = {name: torch.where(nothing, 0.0, leaf) for name, leaf in one.metrics.items()}
+    metrics = {name: torch.where(weight == 0, 0.0, leaf) for name, leaf in one.metrics.items()}
     means = (one.grads, one.loss)
     if sums is None:
         wide_means, wide_metrics = tree.map(lambda leaf: leaf.to(_wide(leaf)), (means, metrics))
         grads, loss = tree.scale(wide_means, factor)
         return _Sums(grads, loss, tree.scale(wide_metrics, weight), weight)
     grads, loss = tree.add_to_total((sums.grads, sums.loss), means, factor)
-    return _Sums(grads, loss, tree.add_scaled(sums.metrics, metrics, weight), sums.weight + weight)
+    metrics = tree.add_scaled(sums.metrics, metrics, weight) if metrics else sums.metrics
+    return _Sums(grads, loss, metrics, sums.weight + weight)
 
 
 def _wide(leaf: Tensor) -> torch.dtype:
@@ -154,6 +154,6 @@ def _wide(leaf: Tensor) -> torch.dtype:
 
 
 def divided(total: _Sums, params: Params, carry: Carry) -> Gradient:
-    weight = torch.where(total.weight == 0, 1, total.weight)
-    grads, loss, metrics = tree.scale((total.grads, total.loss, total.metrics), 1 / weight.double())
+    inverse = 1 / tree.or_one(total.weight.double())
+    grads, loss, metrics = tree.scale((total.grads, total.loss, total.metrics), inverse)
     return Gradient(tree.map(lambda leaf, like: leaf.to(like.dtype), grads, params), loss, total.weight, carry, metrics)

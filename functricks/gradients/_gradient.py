@@ -122,7 +122,7 @@ def mean_and_weight(
         wide = _wide(loss.values)
         weight = weight_of(loss)
         total = loss.values.sum(dtype=wide)
-        return (total / torch.where(weight == 0, 1, weight)).to(wide), weight
+        return (total / tree.or_one(weight)).to(wide), weight
     if not isinstance(loss, Tensor) or loss.ndim != 0:
         got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(f"{name}: {what} must return a Loss or a 0-d tensor, got {got}")

@@ -108,9 +108,9 @@ def clip_per_example(
         found = every(params, batch, carry, scale=scale)
         shrunk, (first, second) = _shrunk(found, max_norm)
         weight = found.weight.sum()
-        share = found.weight / torch.where(weight == 0, 1, weight)
+        share = found.weight / tree.or_one(weight)
         # gradient divides by 1 where the weight is 0
-        numerator = torch.where(found.weight == 0, 1, found.weight) / torch.where(weight == 0, 1, weight)
+        numerator = torch.where(found.weight == 0, 1, found.weight) / tree.or_one(weight)
         grads = tree.map(lambda leaf: _weighted_sum(leaf, numerator * second), shrunk)
         metrics = {name: _weighted_sum(value, share) for name, value in found.metrics.items()}
         metrics["clipped"] = _weighted_sum((first * second < 1).to(share.dtype), share)

@@ -82,14 +82,14 @@ def multi_steps(transform: Transform, every: int | Tensor) -> MultiSteps:
         grads, weight = (found.grads, found.weight.double()) if isinstance(found, Gradient) else (found, 1.0)
         grads = matched("multi_steps", grads, state.total)
         # gradient divides by 1 where the weight is 0: a smoothed row of a class of no weight still has a numerator
-        factor = torch.where(weight == 0, 1.0, weight) if isinstance(weight, Tensor) else weight
+        factor = tree.or_one(weight) if isinstance(weight, Tensor) else weight
         total = tree.add_scaled(state.total, grads, factor)
         grown = MultiStepsState(state.seen + 1, state.weight + weight, total, state.inner)
         return spend(grown, grown.seen >= every, params)
 
     def spend(state: MultiStepsState, due: Tensor, params: Params) -> tuple[Updates, MultiStepsState]:
         """Take the step, and choose whether it happened: under vmap some lanes take it and some do not."""
-        mean = tree.scale(state.total, 1.0 / torch.where(state.weight == 0, 1.0, state.weight))
+        mean = tree.scale(state.total, 1.0 / tree.or_one(state.weight))
         updates, inner = transform.update(mean, state.inner, params)
         taken = MultiStepsState(
             torch.zeros_like(state.seen), torch.zeros_like(state.weight), tree.zeros_like(state.total), inner

@@ -213,6 +213,12 @@ def holds_everywhere(condition: Tensor) -> bool:
         return may_look(stacked) and bool(stacked.all())
 
 
+def or_one(weight: Tensor) -> Number:
+    """Return what to divide by: the 0-d ``weight``, or 1 in the place of 0; a number where looking is free."""
+    number = look(weight)
+    return torch.where(number == 0, 1, number) if isinstance(number, Tensor) else number or 1.0
+
+
 def sqrt(x: Tensor) -> Tensor:
     """Return the square root, with derivative zero, not infinity, at zero.
 
