@@ -89,8 +89,10 @@ def is_concrete(*tensors: Tensor) -> bool:
         return False
     if torch._C._len_torch_dispatch_stack() > 0:  # fake tensors, make_fx
         return False
-    plain = (Tensor, torch.nn.Parameter)
-    return all(type(one) in plain and one.device.type == "cpu" and one.numel() > 0 for one in tensors)
+    for one in tensors:  # no generator: every loss asks
+        if type(one) not in (Tensor, torch.nn.Parameter) or not one.is_cpu or not one.numel():
+            return False
+    return True
 
 
 def check_within(

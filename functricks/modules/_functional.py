@@ -189,6 +189,7 @@ class _Call:
         self.taps = Taps(self.module, made.plan)
         self.title = type(module).__name__
         self.turn = threading.RLock()
+        self.places: dict[str, tuple[dict[str, Any], str]] = {}
         # Pairs (slot, name): a shared tensor has one name and several slots.
         self.params: list[tuple[str, str]] = []
         self.read: list[tuple[str, str]] = []  # buffers of which we know that this mode only reads them
@@ -263,12 +264,39 @@ class _Call:
         # The values sit in the copy while it runs, so that two threads must take turns; a trace has one thread.
         turn = nullcontext() if torch.compiler.is_compiling() else self.turn
         with turn, self._functions(key, rates):
-            output = self.taps.run(probes, functional_call, self.module, values, args, kwargs, tie_weights=False)
+            output = self.taps.run(probes, self._run, values, args, kwargs)
         if not torch.compiler.is_compiling() and self.watching:  # in this order: a trace would guard on the flag
             self.watching = False
         new = {name: values[self.buffer_slots[name]] for name in own}
         new.update({name: values.get(self.pooled_slots[name], buffer) for name, buffer in pooled.items()})
         return output, new
+
+    def _run(self, values: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the module with values in its slots, and leave in ``values`` what is there afterwards.
+
+        As :func:`torch.func.functional_call`, which looks every slot up anew: a tenth of a small model's time.
+        """
+        if torch.compiler.is_compiling():
+            return functional_call(self.module, values, args, kwargs, tie_weights=False)
+        places = [self._place(slot) for slot in values]
+        placeholders = [store[name] for store, name in places]
+        try:
+            for (store, name), value in zip(places, values.values(), strict=True):
+                store[name] = value
+            return self.module(*args, **kwargs)
+        finally:
+            for slot, (store, name), placeholder in zip(list(values), places, placeholders, strict=True):
+                values[slot] = store[name]
+                store[name] = placeholder
+
+    def _place(self, slot: str) -> tuple[dict[str, Any], str]:
+        """Return the module's dict that holds a slot, and its name there."""
+        if slot not in self.places:
+            path, _, name = slot.rpartition(".")
+            module = self.module.get_submodule(path)
+            store: Any = module._parameters if name in module._parameters else module._buffers
+            self.places[slot] = store, name
+        return self.places[slot]
 
     def _check(self, params: dict[str, Tensor], buffers: Buffers) -> None:
         for what, given, expected in (("params", params, self.param_names), ("buffers", buffers, self.buffer_slots)):

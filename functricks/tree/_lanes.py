@@ -96,7 +96,7 @@ def look(value: Number) -> Number:
     """Return a plain 0-d CPU tensor as a Python number: a look is free there, and so is an operation with a number."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or torch.compiler.is_compiling():
         return value
-    if is_transformed() or any_differentiable([[value]]) or not may_look(value):
+    if is_transformed() or is_dual() or (value.requires_grad and torch.is_grad_enabled()) or not may_look(value):
         return value
     whole: Any = value.full_tensor() if hasattr(value, "full_tensor") else value  # a norm of sharded leaves
     return float(whole.tolist())
