@@ -30,6 +30,7 @@ from helpers import (
 )
 from torch.utils import _pytree
 
+import functricks as F
 from functricks import tree
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -437,3 +438,27 @@ def test_add_scaled_widens_a_half_precision_term_before_it_multiplies() -> None:
     differentiable = {"w": torch.zeros(2, requires_grad=True)}
     found = [tree.add_scaled(total, term, c), compiled(total, term, c), tree.add_scaled(differentiable, term, c)]
     assert [one["w"].tolist() for one in found] == [[3.0234375] * 2] * 3
+
+
+@pytest.mark.parametrize(
+    "given", [lambda p: (x for x in p.values()), lambda p: p.values(), lambda p: torch.nn.Linear(1, 1)]
+)
+def test_what_only_looks_like_a_tree_is_named(given: Any) -> None:
+    params = {"w": torch.ones(2)}
+    match = "must be a tensor or a dict, tuple or list of tensors, got (generator|dict_values|Linear)"
+    with pytest.raises(TypeError, match=match):
+        F.adamw().init(given(params))
+    for transform in (F.adamw(), F.sgd(), F.clip_by_global_norm(1.0), F.masked(F.scale(2.0), "w")):
+        with pytest.raises(TypeError, match=match):
+            transform.update(given(params), transform.init(params), params)
+    with pytest.raises(TypeError, match=match):
+        F.apply_updates(params, given(params))
+
+
+def test_a_number_in_place_of_a_tensor_is_named() -> None:
+    params = {"w": torch.ones(())}
+    for optimizer in (F.adamw(), F.ema()):
+        with pytest.raises(TypeError, match="parameters must be tensors, w is float"):
+            optimizer.init({"w": 1.0})
+    with pytest.raises(ValueError, match=r"no tensors: \{'w': 'float'\}"):
+        F.apply_updates(params, {"w": 1.0})

@@ -74,6 +74,12 @@ def check_number(
         raise ValueError(f"{name} must be < {below:g}, got {value!r}")
 
 
+def check_transform(what: str, transform: Any) -> None:
+    """Raise unless this is a pair of init and update: a Transform, or what has a third function beside the two."""
+    if not (hasattr(transform, "init") and hasattr(transform, "update")):
+        raise TypeError(f"{what} must be a Transform, got {transform!r}")
+
+
 def check_integer(name: str, value: Any, minimum: int) -> None:
     """Validate a count where it is a Python number; a 0-d tensor passes."""
     if isinstance(value, Tensor):
@@ -144,6 +150,8 @@ def rate_at(lr: Any, step: Tensor) -> Number:
 def counter(params: Params) -> Tensor:
     """Return a counter at zero, on the device (and in the lanes) of the parameters."""
     leaves = tree.leaves(params)
+    if leaves and not isinstance(leaves[0], Tensor):
+        raise TypeError(f"init: parameters must be tensors, {tree.paths(params)[0]} is {type(leaves[0]).__name__}")
     return leaves[0].new_zeros((), dtype=torch.int64) if leaves else torch.zeros((), dtype=torch.int64)
 
 
@@ -153,6 +161,8 @@ def check_moves(name: str, params: Params, *, linear: bool = False) -> None:
     A square, a sign or a root takes a complex number apart otherwise than PyTorch's, which treats it as two reals.
     """
     for path, leaf in tree.named_leaves(params).items():
+        if not isinstance(leaf, Tensor):
+            raise TypeError(f"{name}: parameters must be tensors, {path} is {type(leaf).__name__}")
         if not (leaf.is_floating_point() or (linear and leaf.is_complex())):
             raise TypeError(
                 f"{name}: parameters must be {'' if linear else 'real '}floating-point tensors, {path} is {leaf.dtype}"

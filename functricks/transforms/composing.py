@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from functricks import tree
-from functricks.transforms.base import counter, recorded
+from functricks.transforms.base import check_transform, counter, recorded
 from functricks.types import Gradient, Grads, Params, State, Transform, Updates
 
 __all__ = ["apply_updates", "chain", "named_chain", "skip_nonfinite"]
@@ -38,7 +38,7 @@ def chain(*transforms: Transform) -> Transform:
     {'w': tensor(-0.2000)}
     """
     for transform in transforms:
-        _check("chain: every link", transform)
+        check_transform("chain: every link", transform)
 
     def init(params: Params) -> State:
         return tuple(transform.init(params) for transform in transforms)
@@ -66,13 +66,13 @@ def named_chain(**transforms: Transform) -> Transform:
     {'w': tensor(0.)}
     """
     for name, transform in transforms.items():
-        _check(f"named_chain: {name}", transform)
+        check_transform(f"named_chain: {name}", transform)
 
     def init(params: Params) -> State:
         return {name: transform.init(params) for name, transform in transforms.items()}
 
     def update(grads: Grads, state: State, params: Params) -> tuple[Updates, State]:
-        if list(state) != list(transforms):
+        if state.keys() != transforms.keys():
             raise ValueError(f"named_chain: the state has {list(state)}, the links are {list(transforms)}")
         states = {}
         for name, transform in transforms.items():
@@ -80,12 +80,6 @@ def named_chain(**transforms: Transform) -> Transform:
         return grads, states
 
     return Transform(init, update)
-
-
-def _check(what: str, transform: Any) -> None:
-    """Raise unless this is a pair of init and update: a Transform, or what has a third function beside the two."""
-    if not (hasattr(transform, "init") and hasattr(transform, "update")):
-        raise TypeError(f"{what} must be a Transform, got {transform!r}")
 
 
 class SkipNonfiniteState(NamedTuple):
@@ -107,7 +101,7 @@ def skip_nonfinite(transform: Transform) -> Transform:
     >>> safe.update({"w": torch.tensor(float("nan"))}, safe.init({}), {})[0]
     {'w': tensor(0.)}
     """
-    _check("skip_nonfinite: transform", transform)
+    check_transform("skip_nonfinite: transform", transform)
 
     def init(params: Params) -> SkipNonfiniteState:
         return SkipNonfiniteState(transform.init(params), counter(params))

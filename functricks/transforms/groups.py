@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from functricks import tree
-from functricks.transforms.base import check_number, stateless
+from functricks.transforms.base import check_number, check_transform, stateless
 from functricks.types import Grads, Number, Params, State, Transform, Updates
 
 __all__ = ["freeze", "masked", "partition"]
@@ -43,6 +43,11 @@ def partition(transforms: dict[str, Transform], labels: Any) -> Transform:
     >>> slow_fast.update(params, slow_fast.init(params), params)[0]
     {'a': tensor(-0.1000), 'b': tensor(-1.)}
     """
+
+    if not isinstance(transforms, dict):
+        raise TypeError(f"partition: transforms must be a dict {{label: transform}}, got {transforms!r}")
+    for label, transform in transforms.items():
+        check_transform(f"partition: {label}", transform)
 
     def parts(params: Params) -> dict[str, dict[str, bool]]:
         found = tree.label(labels, params, name="partition: labels")
@@ -73,7 +78,8 @@ def masked(transform: Transform, where: tree.Where) -> Transform:
 
     Args:
         transform: sees the chosen leaves as a flat ``{path: leaf}``, so that masks nest.
-        where: a selector; one that matches nothing raises.
+        where: a selector; one that matches nothing raises, also a tree that is False everywhere: then the transform
+            would do nothing, and leaving it out says so.
 
     >>> import torch
     >>> from functricks import scale
@@ -82,6 +88,7 @@ def masked(transform: Transform, where: tree.Where) -> Transform:
     >>> half.update(params, half.init(params), params)[0]
     {'a': tensor(0.5000), 'b': tensor(1.)}
     """
+    check_transform("masked: transform", transform)
 
     def init(params: Params) -> State:
         return transform.init(tree.pick(params, tree.select(where, params, name="masked")))
@@ -125,6 +132,8 @@ def scale_by_path(factors: dict[str, Number], *, name: str) -> Callable[[Grads],
 
     ``name`` is the caller's, for errors: a glob that matches nothing, and a leaf that two globs match.
     """
+    if not isinstance(factors, dict):
+        raise TypeError(f"{name} must be a dict {{glob: factor}}, got {factors!r}")
     for glob, factor in factors.items():
         check_number(f"{name}[{glob!r}]", factor, minimum=0.0)
 

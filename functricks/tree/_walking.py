@@ -25,7 +25,21 @@ def flatten(tree: Tree) -> tuple[list[Any], Any]:
     """
     if torch.compiler.is_compiling():  # optree's traced form sorts dict keys and cannot take an empty dict
         return [leaf for _, leaf in _walk(tree)], tree
+    if not isinstance(tree, _KNOWN):
+        _check_tree(tree)
     return optree.tree_flatten(tree, namespace=_NAMESPACE)
+
+
+_KNOWN = (dict, tuple, list, Tensor)
+
+
+def _check_tree(tree: Any) -> None:
+    """Raise for what only looks like a tree, and would count as one leaf: a generator, a view of values, a module."""
+    if not isinstance(tree, (*_KNOWN, str)) and (hasattr(tree, "__iter__") or hasattr(tree, "named_parameters")):
+        raise TypeError(
+            f"tree: must be a tensor or a dict, tuple or list of tensors, got {type(tree).__name__}; "
+            "dict(model.named_parameters()) has names as well"
+        )
 
 
 def unflatten(structure: Any, new_leaves: Iterable[Any]) -> Tree:
@@ -45,6 +59,8 @@ def map(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     if torch.compiler.is_compiling():
         columns = [leaves(tree), *(_flatten_like(tree, other) for other in rest)]
         return unflatten(tree, [function(*row) for row in zip(*columns, strict=True)])
+    if not isinstance(tree, _KNOWN):
+        _check_tree(tree)
     return optree.tree_map(function, tree, *rest, namespace=_NAMESPACE)
 
 
@@ -56,6 +72,7 @@ def named_leaves(tree: Tree) -> dict[str, Any]:
 
     Raises ``ValueError`` where a key with a dot makes two leaves share a path.
     """
+    _check_tree(tree)
     found = _walk(tree)
     named = dict(found)
     if len(named) != len(found):
@@ -86,8 +103,14 @@ path_number.__dict__["_dynamo_marked_constant"] = True  # a loop over bytes need
 
 
 def pick(tree: Tree, chosen: dict[str, bool]) -> dict[str, Any]:
-    """Return the chosen leaves as a flat ``{path: leaf}``; ``chosen`` is from :func:`select`."""
-    return {path: leaf for path, leaf in named_leaves(tree).items() if chosen[path]}
+    """Return the chosen leaves as a flat ``{path: leaf}``; ``chosen`` is from :func:`select`.
+
+    Raises ``ValueError`` where the leaves are not those that it chose from.
+    """
+    named = named_leaves(tree)
+    if named.keys() != chosen.keys():
+        raise ValueError(structure_error("tree: the leaves to choose from", chosen, named))
+    return {path: leaf for path, leaf in named.items() if chosen[path]}
 
 
 def from_named(tree: Tree, named: dict[str, Any]) -> Tree:
@@ -218,7 +241,14 @@ def structure_error(what: str, expected: Tree, got: Tree) -> str:
     ]
     text = f"{what}: trees differ; missing: {missing}, unexpected: {extra}, shapes: {shapes}"
     empty = [path for path in _empty(got) if path in want]
-    return f"{text}; None in place of a tensor: {empty}, give zeros or leave the parameter out" if empty else text
+    if empty:
+        return f"{text}; None in place of a tensor: {empty}, give zeros or leave the parameter out"
+    others = {
+        p: type(leaf).__name__
+        for p, leaf in have.items()
+        if isinstance(want.get(p), Tensor) and not isinstance(leaf, Tensor)
+    }
+    return f"{text}; no tensors: {others}" if others else text
 
 
 def _empty(tree: Tree, prefix: str = "") -> list[str]:
