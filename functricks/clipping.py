@@ -184,9 +184,9 @@ def adaptive_clip(clipping: Number = 0.01, eps: Number = 1e-3) -> Transform:
         own_peak, own = _unit_norms(param)
         bound = clipping * _at_least(own_peak * own, eps)
         clips = torch.isfinite(peak) & torch.isfinite(length) & (peak * length > bound)
-        factor = torch.where(clips, bound / torch.where(clips, peak, 1.0) / torch.where(clips, length, 1.0), 1.0)
-        dtype = tree.compute_dtype(leaf.dtype)
-        return leaf.to(dtype) * factor.to(dtype)
+        # one after the other: their product, or the ratio of a small bound to it, may have no place in the dtype
+        wide = leaf.to(torch.promote_types(leaf.dtype, torch.float64))
+        return torch.where(clips, wide / torch.where(clips, peak, 1.0) / torch.where(clips, length, 1.0) * bound, wide)
 
     return stateless(lambda grads, params: tree.pointwise(clip, grads, params, coefficients=(clipping, eps)))
 
@@ -197,7 +197,7 @@ def _at_least(norms: Tensor, eps: Number) -> Tensor:
 
 def _unit_norms(leaf: Tensor) -> tuple[Tensor, Tensor]:
     """Return the norm of every unit, ready to broadcast, as two float64 factors: the product may overflow."""
-    wide = leaf.double()
+    wide = (leaf.abs() if leaf.is_complex() else leaf).double()
     axes = tuple(range(1, leaf.ndim)) if leaf.ndim > 1 else tuple(range(leaf.ndim))
     peak = wide.detach().abs().amax(axes, keepdim=True) if axes else wide.detach().abs()
     peak = torch.where(peak == 0, 1.0, peak)

@@ -161,7 +161,7 @@ def test_a_generator_is_no_tree(options: Any) -> None:
     used_up = (leaf for leaf in [torch.tensor(3.0), torch.tensor(4.0)])
     list(used_up)
     for given in (used_up, (leaf for leaf in [torch.tensor(3.0)])):
-        with pytest.raises((AttributeError, TypeError)):
+        with pytest.raises(TypeError, match="must be a tensor or a dict, tuple or list of tensors, got generator"):
             apply(F.clip_by_global_norm(1.0, **options), given)
 
 
@@ -283,3 +283,39 @@ def test_clipping_before_unscaling_cannot_happen() -> None:
 def test_bad_arguments(make: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         make()
+
+
+# --- complex leaves, extreme bounds ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0, 3.0, math.inf])
+def test_complex_leaves_count_in_the_norm(order: float) -> None:
+    close = torch.testing.assert_close
+    grads = {"z": torch.tensor([3 + 4j, 0j]), "w": torch.tensor([12.0])}
+    found = apply(F.clip_by_global_norm(1.0, norm_type=order), grads)
+    close(found, classic(grads, 1.0, order), rtol=2e-6, atol=0)  # which adds 1e-6 to the norm
+    lanes = {path: torch.stack([leaf, 2 * leaf]) for path, leaf in grads.items()}
+    mapped = torch.vmap(lambda g: apply(F.clip_by_global_norm(1.0, norm_type=order), g))(lanes)
+    close(lane(mapped, 1), found)
+    close(apply(F.clip_by_leaf_norm(1.0), grads), {"z": torch.tensor([0.6 + 0.8j, 0]), "w": torch.ones(1)})
+    half_of_its_own = apply(F.adaptive_clip(0.5), grads, {"z": torch.tensor([0j, 5]), "w": torch.tensor([12.0])})
+    close(half_of_its_own, {"z": torch.tensor([1.5 + 2j, 0]), "w": torch.tensor([6.0])})
+
+
+def test_a_bound_beyond_the_dtype_clips_nothing() -> None:
+    for dtype, bound in ((torch.float16, 1e6), (torch.bfloat16, 1e39), (torch.float32, 1e40)):
+        grads = {"w": torch.tensor([3.0, -60000.0, math.nan, -math.inf], dtype=dtype)}
+        assert_same(apply(F.clip_by_value(bound), grads), grads)
+        lanes = {"w": torch.stack([grads["w"]] * 2)}
+        assert_same(torch.vmap(lambda g, b=bound: apply(F.clip_by_value(b), g))(lanes), lanes)
+    mixed = {"half": torch.tensor([9.0], dtype=torch.float16), "wide": torch.tensor([2e6])}
+    assert apply(F.clip_by_value(1e6), mixed)["wide"] == 1e6
+
+
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e37])
+def test_adaptive_clip_of_huge_gradients_keeps_their_direction(size: float) -> None:
+    """By a factor in float32, which is subnormal here, it lost all but two digits."""
+    shape = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    found = apply(F.adaptive_clip(1e-4), {"w": shape * size}, {"w": torch.zeros(2, 3)})["w"]
+    right = 1e-7 * shape / shape.norm(dim=1, keepdim=True)
+    torch.testing.assert_close(found, right, rtol=3e-7, atol=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -123,15 +124,27 @@ def clamp(a: Tree, low: Number, high: Number) -> Tree:
     """Return ``a`` with every entry in ``[low, high]``; NaN stays NaN."""
 
     def one(leaf: Tensor, low: Number, high: Number) -> Tensor:
-        low, high = (torch.as_tensor(bound, dtype=leaf.dtype, device=leaf.device) for bound in (low, high))
+        low, high = (torch.as_tensor(_within(x, leaf.dtype), dtype=leaf.dtype, device=leaf.device) for x in (low, high))
         return torch.minimum(torch.maximum(leaf, low), high)
 
     def many(leaves: list[Tensor], low: Any, high: Any) -> Sequence[Tensor]:
+        if isinstance(low, float | int) and max(-low, high) > _SMALLEST_RANGE:
+            return [one(leaf, low, high) for leaf in leaves]
         out = torch._foreach_clamp_min(leaves, low)
         torch._foreach_clamp_max_(out, high)
         return out
 
     return apply(one, many, (a,), (low, high))
+
+
+_SMALLEST_RANGE = torch.finfo(torch.float16).max
+
+
+def _within(bound: Number, dtype: torch.dtype) -> Number:
+    """Return a bound that a dtype can hold: infinity for a number beyond its range, which PyTorch would refuse."""
+    if isinstance(bound, Tensor) or not dtype.is_floating_point or abs(bound) <= torch.finfo(dtype).max:
+        return bound
+    return math.copysign(math.inf, bound)
 
 
 def ema(average: Tree, new: Tree, decay: Number) -> Tree:

@@ -39,7 +39,11 @@ def norm_parts(tree: Tree, order: float = 2.0) -> tuple[Tensor, Tensor]:
     it is ``inf``. Squares of float32 and half fit into float64, so ``peak`` is 1 there. Otherwise leaves are divided
     by their largest entry first: the norm itself may lie outside float64.
     """
-    columns = [leaf for leaf in leaves(tree) if leaf.numel() and leaf.is_floating_point()]
+    columns = [
+        leaf.abs() if leaf.is_complex() else leaf
+        for leaf in leaves(tree)
+        if leaf.numel() and (leaf.is_floating_point() or leaf.is_complex())
+    ]
     device = columns[0].device if columns else None
     one = torch.ones((), dtype=torch.float64, device=device)
     if order == math.inf:
