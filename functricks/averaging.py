@@ -41,14 +41,19 @@ class AverageState(NamedTuple):
     average: Params
 
     def averaged(self, params: Params) -> Params:
-        """The average; the given values where nothing was averaged yet."""
-        inverse = 1.0 / torch.where(self.taken == 0, 1.0, self.weight)
+        """The average; the given values where nothing was averaged yet, or counts (``debias`` with a decay of 1)."""
+        inverse = 1.0 / torch.where(self.weight == 0, 1.0, self.weight)
         mean = tree.pointwise(_scaled, self.average, coefficients=(inverse,))
-        return tree.where(self.taken > 0, mean, _like(params, self.average))
+        return tree.where(self.weight > 0, mean, _like(params, self.average))
 
 
 def _scaled(leaf: Tensor, factor: Number) -> Tensor:
-    return leaf * factor if leaf.is_floating_point() else leaf  # a count is copied, see _mixed
+    return leaf * factor if _is_averaged(leaf) else leaf
+
+
+def _is_averaged(leaf: Tensor) -> bool:
+    """Is there a mean of these? A count of batches is copied."""
+    return leaf.is_floating_point() or leaf.is_complex()
 
 
 def _like(params: Params, average: Params) -> Params:
@@ -243,7 +248,7 @@ def update_bn(
 
 
 def _mixed(own: Tensor, new: Tensor, kept: Number) -> Tensor:
-    if not own.is_floating_point():
+    if not _is_averaged(own):
         return new
     weight = torch.as_tensor(1.0 - kept, device=own.device).to(tree.compute_dtype(own.dtype))
     return torch.lerp(own, new.to(own.dtype), weight)

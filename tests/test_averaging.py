@@ -267,3 +267,34 @@ def test_update_bn_adds_up_half_precision_in_float32() -> None:
     assert_close(found, {"running_var": torch.tensor(1.0, dtype=torch.float16)}, eps=2)  # 6000 / 600
     with pytest.raises(ValueError, match="update_bn: momentum must be > 0"):
         F.update_bn(lambda params, own, x: own, {}, buffers, ones, momentum=0.0)
+
+
+@pytest.mark.parametrize("average", [F.ema(0.5), F.ema(0.5, debias=True), F.swa()])
+def test_complex_parameters_are_averaged(average: Any) -> None:
+    """As in PyTorch, where they are two real ones; they were copied."""
+    values = [torch.tensor(1.0 - 2j), torch.tensor(5.0 + 4j)]
+    state, real = average.init({"w": values[0]}), average.init({"w": torch.zeros(2)})
+    for value in values:
+        state = average.observe({"w": value}, state)
+        real = average.observe({"w": torch.view_as_real(value)}, real)
+    found = F.averaged(state, {"w": values[1]})["w"]
+    torch.testing.assert_close(torch.view_as_real(found), F.averaged(real, {"w": torch.zeros(2)})["w"])
+
+
+def test_a_decay_of_one_debiased_weighs_nothing() -> None:
+    average = F.ema(1.0, debias=True)
+    state = average.observe({"w": torch.tensor(2.0)}, average.init({"w": torch.tensor(0.0)}))
+    assert F.averaged(state, {"w": torch.tensor(3.0)}) == {"w": torch.tensor(3.0)}
+
+
+def test_a_decay_may_be_a_schedule() -> None:
+    """timm's and torch-ema's warm-up: min(decay, (1 + t) / (10 + t))."""
+    optimizer = F.chain(F.sgd(1.0), F.inject_hyperparams(F.ema)(decay=lambda step: (1.0 + step) / (10.0 + step)))
+    params, expected = {"w": torch.tensor(0.0)}, None
+    state = optimizer.init(params)
+    for step in range(4):
+        updates, state = optimizer.update({"w": torch.tensor(-1.0)}, state, params)
+        params = F.apply_updates(params, updates)
+        decay = (1 + step) / (10 + step)
+        expected = params["w"].item() if expected is None else decay * expected + (1 - decay) * params["w"].item()
+    assert F.averaged(state, params)["w"].item() == pytest.approx(expected)
