@@ -26,6 +26,7 @@ from functricks.transforms.base import (
     recorded,
     statistic,
 )
+from functricks.transforms.groups import scale_by_path
 from functricks.types import Grads, Number, Params, Schedule, Transform, Updates
 
 __all__ = ["asgd", "schedule_free_adamw"]
@@ -86,7 +87,8 @@ def asgd(
     here. Its average is in ``optimizer.state[p]["ax"]``. Reference: Polyak and Juditsky 1992.
 
     Args:
-        lr: the learning rate: a number, a 0-d tensor or a schedule.
+        lr: the learning rate: a number, a 0-d tensor or a schedule. A rate for some leaves: ``partition``, since
+            :math:`\eta_t` is not in proportion to it.
         lambd: :math:`\lambda \ge 0`, which pulls the parameters to zero as well.
         alpha: how fast the rate falls.
         t0: where the average starts.
@@ -129,10 +131,12 @@ def step_schedule_free(
     r: Number,
     weight_lr_power: Number,
     decay_where: tree.Where | None,
+    learning_rates: dict[str, Number] | None,
 ) -> Transform:
     """The step of :func:`schedule_free_adamw`."""
     beta1, beta2 = betas
     links = decay(weight_decay, decay_where)
+    factors = scale_by_path(learning_rates or {}, name="learning_rates")
 
     def init(params: Params) -> ScheduleFreeState:
         zero = counter(params).double()
@@ -158,6 +162,8 @@ def step_schedule_free(
         direction = tree.root_ratio(grads, nu, 1.0, torch.sqrt(1 - power(beta2, step)), eps)
         for decays in links:
             direction = decays.update(direction, (), params)[0]
+        if learning_rates:  # a factor leaves the average's weights as they are: they are relative to each other
+            direction = factors(direction)
         ahead = now * (double(beta1) * (1 - share) - 1)
         updates = tree.add_scaled(tree.scale(tree.sub(state.z, params), share), direction, ahead)
         z = tree.add_scaled(state.z, direction, -now)
@@ -178,6 +184,7 @@ def schedule_free_adamw(
     *,
     maximize: bool = False,
     decay_where: tree.Where | None = None,
+    learning_rates: dict[str, Number] | None = None,
 ) -> Transform:
     r"""AdamW that needs no learning rate schedule: the gradient is taken between the iterate and its average.
 
@@ -199,8 +206,7 @@ def schedule_free_adamw(
         warmup_steps: the learning rate grows linearly over so many steps.
         r: the power of the step in the average's weights.
         weight_lr_power: :math:`p`.
-        maximize: ascend instead of descend.
-        decay_where: the leaves that decay; all by default.
+        maximize: see :func:`~functricks.adam`, as ``decay_where`` and ``learning_rates``.
 
     >>> optimizer = schedule_free_adamw(0.1)
     >>> params = {"w": torch.tensor(0.0)}
@@ -215,5 +221,7 @@ def schedule_free_adamw(
         check_number(f"schedule_free_adamw: {name}", value, minimum=0.0)
     for name, value in {"r": r, "weight_lr_power": weight_lr_power}.items():
         check_number(f"schedule_free_adamw: {name}", value)
-    own = step_schedule_free(lr, betas, eps, weight_decay, warmup_steps, r, weight_lr_power, decay_where)
+    own = step_schedule_free(
+        lr, betas, eps, weight_decay, warmup_steps, r, weight_lr_power, decay_where, learning_rates
+    )
     return chain(*ascend(maximize), own)

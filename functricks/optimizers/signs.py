@@ -64,6 +64,7 @@ def rprop(
 
     Args:
         lr: the first step of every entry: a number or a 0-d tensor. A schedule would have no effect, and raises.
+            Another first step for some leaves: ``partition``.
         etas: :math:`(\eta^-, \eta^+)`, with :math:`0 < \eta^- < 1 < \eta^+`.
         step_sizes: the smallest and the largest step.
         maximize: ascend instead of descend.
