@@ -512,3 +512,70 @@ def test_states_of_other_links_and_labels_raise() -> None:
     new = F.partition({"x": F.sgd(0.1), "y": F.sgd(0.2)}, lambda path, leaf: "x" if path == "a" else "y")
     with pytest.raises(ValueError, match=r"partition: the state has \['x'\], the labels are \['x', 'y'\]"):
         new.update(params, old.init(params), params)
+
+
+@pytest.mark.parametrize(
+    ("paths", "layers"),
+    [
+        (  # open_clip
+            {"visual.conv1.weight": 0, "visual.class_embedding": 0, "visual.positional_embedding": 0,
+             "visual.ln_pre.weight": 0, "visual.ln_post.weight": 2, "visual.proj": 3}, "visual.transformer.resblocks.",
+        ),
+        (  # Whisper's encoder with a head
+            {"conv1.weight": 0, "conv2.bias": 0, "embed_positions.weight": 0, "layer_norm.weight": 2,
+             "head.conv1.weight": 3}, "layers.",
+        ),
+        (  # timm's EfficientNet
+            {"conv_stem.weight": 0, "bn1.weight": 0, "conv_head.weight": 3, "bn2.weight": 3, "classifier.bias": 3},
+            "blocks.",
+        ),
+        ({"class_token": 0, "positional_encoding": 0, "norm.weight": 2, "decode_head.bn1.bias": 3}, "blocks."),
+    ],
+)  # fmt: skip
+def test_stems_and_norms_beside_the_blocks(paths: dict[str, int], layers: str) -> None:
+    found = rates([f"{layers}{i}.attn.qkv.weight" for i in range(2)] + list(paths))
+    assert {path: found[path] for path in paths} == {path: 0.5 ** (3 - layer) for path, layer in paths.items()}
+
+
+def test_blocks_that_are_no_numbered_list_are_not_taken_from_within_one() -> None:
+    """torchvision's ViT: the numbers are those of the layers of every block's MLP."""
+    paths = [f"encoder.layers.encoder_layer_{i}.mlp.{j}.weight" for i in range(2) for j in (0, 3)]
+    with pytest.raises(ValueError, match=r"more than one stack of blocks, pass layers=; have: encoder\.layers"):
+        rates(["class_token", *paths, "heads.head.weight"])
+
+
+def test_learning_rates_of_schedule_free_are_runs_of_their_own() -> None:
+    """The average's weights are relative to each other, so that a constant factor is another learning rate."""
+    start = {"a": torch.tensor([1.0, -2.0]), "b": torch.tensor([0.5])}
+
+    def end(path: str, lr: float, **kwargs: Any) -> Tensor:
+        optimizer = F.schedule_free_adamw(lr, weight_decay=0.1, warmup_steps=3, **kwargs)
+        params = start if kwargs else {path: start[path]}
+        state = optimizer.init(params)
+        for step in range(6):
+            grads = {name: torch.sin(3 * leaf + step) for name, leaf in params.items()}
+            updates, state = optimizer.update(grads, state, params)
+            params = F.apply_updates(params, updates)
+        return F.averaged(state, params)[path]
+
+    for path, factor in {"a": 1.0, "b": 10.0}.items():
+        torch.testing.assert_close(end(path, 0.02, learning_rates={"b": 10.0}), end(path, 0.02 * factor))
+    with pytest.raises(ValueError, match="learning_rates: where='c' matches no parameter"):
+        end("a", 0.1, learning_rates={"c": 1.0})
+
+
+@pytest.mark.parametrize(
+    "make", [F.partition({"all": F.scale(2.0)}, lambda path, leaf: "all"), F.masked(F.scale(2.0), "a")]
+)
+def test_parameters_that_are_not_those_of_the_gradients_raise(make: Any) -> None:
+    params = ones("a")
+    with pytest.raises(
+        ValueError, match=r"the leaves to choose from: trees differ; missing: \[\], unexpected: \['b'\]"
+    ):
+        make.update(ones("a", "b"), make.init(params), params)
+
+
+def test_a_mask_of_nothing_raises_whatever_its_form() -> None:
+    for where in ("c.*", ["a", "c"], lambda path, leaf: False, {"a": False, "b": False}):
+        with pytest.raises(ValueError, match=r"masked: where=.* matches no parameter; have: a, b"):
+            F.masked(F.scale(2.0), where).init(ones("a", "b"))

@@ -36,6 +36,9 @@ def layer_decay(rate: Number, layers: Layers | None = None) -> Transform:
             stems are layer 0, a norm that follows the blocks belongs to the last of them, as in timm, and what is left
             is the head. A list within a block is part of it: a stage of a Swin is one layer.
 
+    It counts from the highest layer that it sees. Put it around a ``partition``, not into one, where it would see the
+    leaves of one label only.
+
     Raises ``ValueError`` for a leaf that is in no layer or in two, and names it; and, without ``layers``, where there
     is more than one stack of blocks (encoder and decoder, ``layer1`` to ``layer4`` of a ResNet), since their order is
     not in the paths.
@@ -87,14 +90,15 @@ def _depths(layers: Layers | None, params: Params) -> dict[str, int]:
 # --- reading the layers from paths -----------------------------------------------------------------------------------
 
 # Components of paths, in the layouts of timm and HuggingFace: any part of a component, a whole word, a whole component.
-_BELOW = ("embed", "cls_token", "mask_token", "dist_token", "reg_token", "register_token", "rel_pos_bias",
-          "relative_position_bias")  # fmt: skip
+_BELOW = ("embed", "cls_token", "class_token", "mask_token", "dist_token", "reg_token", "register_token",
+          "rel_pos_bias", "relative_position_bias", "positional", "pos_enc")  # fmt: skip
 _BELOW_WORDS = ("stem", "emb", "wte", "wpe")
-_FIRST_NORMS = ("norm_pre", "pre_layernorm", "pre_layrnorm")
+_FIRST = ("norm_pre", "ln_pre", "pre_layernorm", "pre_layrnorm")
+_FIRST_BESIDE = ("conv1", "conv2", "bn1")  # beside the blocks only: a head may have some of its own
 _OUTPUTS = ("embed_out", "unembed")  # contain "embed", and are heads
 _HEADS = ("head", "classifier")
 _FINAL_NORMS = ("norm", "layernorm", "layer_norm", "ln_f", "norm_f", "final_norm", "final_layernorm",
-                "final_layer_norm", "post_layernorm")  # fmt: skip
+                "final_layer_norm", "post_layernorm", "ln_post")  # fmt: skip
 
 
 def _standard_depths(paths: tuple[str, ...]) -> tuple[int, ...]:
@@ -111,7 +115,7 @@ def _blocks(paths: tuple[str, ...]) -> tuple[str, set[int]]:
     """Return the path of the stack of blocks, and the numbers in it.
 
     That is the numbered list whose entries are modules of modules; the layers of an ``nn.Sequential`` head are not.
-    Only where there is none, the list with the most leaves.
+    Only where there is none, the one list of plain layers.
     """
     lists: dict[str, list[int]] = {}
     deep: dict[str, bool] = {}
@@ -125,12 +129,12 @@ def _blocks(paths: tuple[str, ...]) -> tuple[str, set[int]]:
                 break  # lists inside a block are parts of it
     if paths and not lists:
         raise ValueError(f"layer_decay: no numbered blocks in the paths, pass layers=; have: {', '.join(paths)}")
-    stacks = [prefix for prefix in lists if deep[prefix]]
+    stacks = [prefix for prefix in lists if deep[prefix]] or list(lists)
     around = min((_shared(stacks[0], prefix) for prefix in stacks), default=0)
     stacks = [prefix for prefix in stacks if not _is_beside(prefix.split(".")[around:])] or stacks
     if len(stacks) > 1:
         raise ValueError(f"layer_decay: more than one stack of blocks, pass layers=; have: {', '.join(stacks)}")
-    chosen = stacks[0] if stacks else max(lists, key=lambda prefix: len(lists[prefix]), default="")
+    chosen = stacks[0] if stacks else ""
     return chosen, set(lists.get(chosen, []))
 
 
@@ -148,7 +152,7 @@ def _is_beside(parts: list[str]) -> bool:
 def _is_below(part: str) -> bool:
     if any(word in part for word in _OUTPUTS):
         return False
-    whole = part in _FIRST_NORMS or any(word in _BELOW_WORDS for word in part.split("_"))
+    whole = part in _FIRST or any(word in _BELOW_WORDS for word in part.split("_"))
     return whole or any(word in part for word in _BELOW)
 
 
@@ -158,6 +162,8 @@ def _standard_depth(path: str, blocks: str, numbers: dict[int, int]) -> int:
         return numbers[int(number)] + 1
     parts, shared = path.lower().split("."), _shared(path, blocks)
     if any(_is_below(part) for part in parts[shared:]) or parts[-2:] == ["shared", "weight"]:  # T5's embedding
+        return 0
+    if shared < len(parts) - 1 and parts[shared] in _FIRST_BESIDE:
         return 0
     is_final_norm = len(parts) > 1 and parts[-2] in _FINAL_NORMS and len(parts) - 2 <= shared
     return len(numbers) if is_final_norm else len(numbers) + 1
