@@ -410,3 +410,99 @@ def test_noise_that_has_faded_is_not_rounded_away(dtype: torch.dtype) -> None:
 def test_what_must_be_a_pair(make: Any, match: str) -> None:
     with pytest.raises(TypeError, match=match):
         make()
+
+
+def test_a_window_within_skip_nonfinite_is_flushed() -> None:
+    steps = F.multi_steps(F.sgd(1.0), 3)
+    safe = F.skip_nonfinite(steps)
+    state = safe.init(ONE)
+    for value in (1.0, math.nan, 5.0):
+        _, state = safe.update(w(value), state, ONE)
+    updates, inner = steps.flush(state.inner, ONE)
+    assert_close(updates, w(-3.0))
+    assert_same(safe.update(w(0.0), state._replace(inner=inner), ONE)[1].inner.total, w(0.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_master_beyond_the_range_comes_back(dtype: torch.dtype) -> None:
+    """Through infinity the parameter became NaN, for good."""
+    edge = torch.finfo(dtype).max
+    params = {"w": torch.tensor([edge, -edge], dtype=dtype)}
+    optimizer = F.master_weights(F.sgd(1.0))
+    state = optimizer.init(params)
+    push = torch.tensor([-1.0, 1.0]) * edge * 2**-10
+    for grads, inside in ((push, False), (push, False), (-32 * push, True), (push, True)):
+        updates, state = optimizer.update({"w": grads.to(dtype)}, state, params)
+        params = F.apply_updates(params, updates)
+        assert (params["w"].abs() < edge).all() == inside
+        assert_same(params["w"], state.master["w"].clamp(-edge, edge).to(dtype))
+    _, state = optimizer.update({"w": torch.full((2,), math.inf, dtype=dtype)}, state, params)
+    updates, _ = optimizer.update({"w": torch.zeros(2, dtype=dtype)}, state, params)
+    assert not torch.isfinite(updates["w"]).any()  # what has diverged shows
+
+
+def test_transforms_are_not_hyper_parameters() -> None:
+    optimizer = F.inject_hyperparams(F.lookahead)(F.sgd(1.0), sync_period=1, slow_step_size=0.5)
+    state = optimizer.init(ONE)
+    assert list(state.hyperparams) == ["slow_step_size"]
+    assert_close(optimizer.update(ONE, state, ONE)[0], w(-0.5))
+    both = F.inject_hyperparams(F.chain)(F.scale(2.0), F.scale(3.0))
+    assert_close(both.update(ONE, both.init(ONE), ONE)[0], w(6.0))
+    clip = F.inject_hyperparams(F.clip_by_global_norm)(max_norm=0.5, norm_type=1.0)
+    assert_close(clip.update(ONE, clip.init(ONE), ONE)[0], w(0.5))
+
+
+def test_names_in_a_state_may_come_in_any_order() -> None:
+    named = F.named_chain(twice=F.scale(2.0), heavy=F.trace(0.5))
+    state = named.init(ONE)
+    assert_same(named.update(ONE, dict(reversed(state.items())), ONE), named.update(ONE, state, ONE))
+    injected = F.inject_hyperparams(F.adamw)(lr=0.1, weight_decay=0.2)
+    state = injected.init(ONE)
+    turned = state._replace(hyperparams=dict(reversed(state.hyperparams.items())))
+    assert_same(injected.update(ONE, turned, ONE), injected.update(ONE, state, ONE))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_trust_ratio_of_subnormal_updates(dtype: torch.dtype) -> None:
+    tiny = torch.finfo(dtype).tiny / 64
+    update, param = torch.tensor([0.0, tiny], dtype=dtype), torch.tensor([3.0, 4.0], dtype=dtype)
+    found = F.scale_by_trust_ratio().update({"w": update}, (), {"w": param})[0]["w"]
+    torch.testing.assert_close(found, torch.tensor([0.0, 5.0], dtype=dtype))
+
+
+def test_complex_gradients_that_are_not_finite_are_skipped() -> None:
+    params = {"w": torch.tensor([1 + 1j])}
+    safe = F.skip_nonfinite(F.sgd(1.0))
+    for bad in (complex(math.nan, 0), complex(0, math.inf)):
+        updates, state = safe.update({"w": torch.tensor([bad])}, safe.init(params), params)
+        assert updates["w"] == 0
+        assert state.skipped == 1
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda t: F.masked(t, "w"),
+        lambda t: F.partition({"all": t}, lambda path, leaf: "all"),
+        F.master_weights,
+        F.lookahead,
+        F.skip_nonfinite,
+        lambda t: F.multi_steps(t, 2),
+    ],
+)
+def test_a_maker_in_place_of_a_transform_is_named(make: Any) -> None:
+    with pytest.raises(TypeError, match="must be a Transform, got <function sgd"):
+        make(F.sgd)
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: F.inject_hyperparams(F.sgd(0.1)), "maker must be the function that makes a transform"),  # type: ignore[arg-type]
+        (lambda: F.partition([F.sgd()], "a"), "partition: transforms must be a dict {label: transform}, got"),  # type: ignore[arg-type]
+        (lambda: F.adamw(0.1, learning_rates=["w"]), r"learning_rates must be a dict {glob: factor}, got \['w'\]"),  # type: ignore[arg-type]
+    ],
+)
+def test_arguments_of_another_kind_are_named(make: Any, match: str) -> None:
+    with pytest.raises(TypeError, match=match):
+        make()

@@ -218,8 +218,8 @@ def scale_by_trust_ratio(trust_coefficient: Number = 1.0, eps: Number = 0.0) -> 
     def one(update: Tensor, param: Tensor, coefficient: Number, eps: Number) -> Tensor:
         length, own = tree.norm(update), tree.norm(param)
         usable = (length > 0) & (own > 0)
-        ratio = coefficient * own / torch.where(usable, length + eps, 1.0)
-        dtype = tree.compute_dtype(update.dtype)
-        return update.to(dtype) * torch.where(usable, ratio, 1.0).to(dtype)
+        wide = update.to(torch.promote_types(update.dtype, torch.float64))
+        # one after the other: the ratio for a tiny update is huge
+        return wide / torch.where(usable, length + eps, 1.0) * torch.where(usable, coefficient * own, 1.0)
 
     return stateless(lambda grads, params: tree.pointwise(one, grads, params, coefficients=(trust_coefficient, eps)))

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from functricks import tree
-from functricks.transforms.base import check_integer, check_number, counter, is_schedule, matched, recorded, zeros
+from functricks.transforms.base import (
+    check_integer,
+    check_number,
+    check_transform,
+    counter,
+    is_schedule,
+    matched,
+    recorded,
+    zeros,
+)
 from functricks.transforms.composing import apply_updates
 from functricks.types import Gradient, Grads, Number, Params, State, Transform, Updates
 
@@ -56,8 +65,11 @@ def multi_steps(transform: Transform, every: int | Tensor) -> MultiSteps:
 
     Returns a :class:`MultiSteps`. Call ``flush`` at the end of an epoch: it divides by the weight that is really there,
     and does nothing where nothing is left. A plain tree of gradients weighs 1; pass the whole ``Gradient`` to have its
-    weight count. ``skip_nonfinite(multi_steps(...))`` drops a micro-batch whose gradient is not finite. In a
-    ``train_step``, which hands on gradients alone, every micro-batch weighs the same.
+    weight count. In a ``train_step``, which hands on gradients alone, every micro-batch weighs the same.
+
+    ``skip_nonfinite(steps)`` drops a micro-batch whose gradient is not finite. It has no ``flush`` of its own, nor has
+    a chain: flush the state within, ``updates, inner = steps.flush(state.inner, params)``, and go on with
+    ``state._replace(inner=inner)``.
 
     >>> from functricks import sgd
     >>> steps = multi_steps(sgd(1.0), every=2)
@@ -72,6 +84,7 @@ def multi_steps(transform: Transform, every: int | Tensor) -> MultiSteps:
     >>> steps.flush(state, params)[0]
     {'w': tensor(-5.)}
     """
+    check_transform("multi_steps: transform", transform)
     check_integer("multi_steps: every", every, 1)
 
     def init(params: Params) -> MultiStepsState:
@@ -137,6 +150,7 @@ def lookahead(transform: Transform, sync_period: int | Tensor = 5, slow_step_siz
     >>> slow.update({"w": torch.tensor(-1.0)}, slow.init(params), params)[0]
     {'w': tensor(0.5000)}
     """
+    check_transform("lookahead: transform", transform)
     check_integer("lookahead: sync_period", sync_period, 1)
     check_number("lookahead: slow_step_size", slow_step_size, minimum=0.0, maximum=1.0)
 
@@ -173,14 +187,16 @@ def inject_hyperparams(maker: Callable[..., Transform], static: Collection[str] 
     ``state.hyperparams["lr"]`` and ``["weight_decay"]`` as 0-d float64 tensors. Write one with
     ``state._replace(hyperparams={**state.hyperparams, "lr": new})``, as :func:`functricks.schedules.reduce_on_plateau`
     needs; a hyper-parameter given as a schedule is computed anew at every update, from the number of updates so far.
+    Only what is given is there, not the defaults. The result has ``init`` and ``update`` alone: of ``multi_steps`` or
+    ``ema``, inject into what they wrap or read, or call their third function on ``state.inner``.
 
     Classic: ``optimizer.param_groups[0]["lr"]``.
 
     Args:
         maker: any maker of a transform, as ``adamw`` or ``clip_by_global_norm``.
         static: names of arguments to leave as they are. Bools, ints, tensors of them (a count, a key), strings, None
-            and selectors (``where``, ``decay_where``, ``labels``) always are: structure is not for writing. A pair of
-            numbers stays a pair.
+            transforms, selectors (``where``, ``decay_where``, ``labels``) and ``norm_type`` always are: structure is
+            not for writing. A pair of numbers stays a pair.
 
     >>> from functricks import sgd
     >>> optimizer = inject_hyperparams(sgd)(lr=0.5)
@@ -192,24 +208,33 @@ def inject_hyperparams(maker: Callable[..., Transform], static: Collection[str] 
     >>> optimizer.update({"w": torch.tensor(1.0)}, state, params)[0]
     {'w': tensor(-0.1000)}
     """
+    if not callable(maker):
+        raise TypeError(f"inject_hyperparams: maker must be the function that makes a transform, got {maker!r}")
     signature = inspect.signature(maker)
     unknown = [name for name in static if name not in signature.parameters]
     if unknown:
         raise ValueError(f"inject_hyperparams: static={unknown} are no arguments of {maker.__name__}")
-    fixed = {*static, "where", "decay_where", "labels"}
+    fixed = {*static, "where", "decay_where", "labels", "norm_type"}
 
     def make(*args: Any, **kwargs: Any) -> Transform:
         given = signature.bind(*args, **kwargs).arguments
-        maker(**{name: v if name in fixed else _without_schedules(v) for name, v in given.items()})  # check now
         live = {name: value for name, value in given.items() if name not in fixed and _is_live(value)}
-        rest = {name: value for name, value in given.items() if name not in live}
-        return _injected(lambda values: maker(**rest, **values), live)
+
+        def rebuild(values: dict[str, Any]) -> Transform:
+            bound = signature.bind(*args, **kwargs)
+            bound.arguments.update(values)
+            return maker(*bound.args, **bound.kwargs)
+
+        rebuild({name: _without_schedules(value) for name, value in live.items()})  # check now
+        return _injected(rebuild, live)
 
     return make
 
 
 def _is_live(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
+        if hasattr(value, "_fields"):  # a Transform, whose two functions are no schedules
+            return False
         return bool(value) and all(_is_live(one) for one in value)
     return isinstance(value, float) or (isinstance(value, Tensor) and value.is_floating_point()) or is_schedule(value)
 
@@ -230,7 +255,7 @@ def _injected(rebuild: Callable[[dict[str, Any]], Transform], live: dict[str, An
         return InjectHyperparamsState(counter(params), now, rebuild(now).init(params))
 
     def update(grads: Grads, state: InjectHyperparamsState, params: Params) -> tuple[Updates, InjectHyperparamsState]:
-        if list(state.hyperparams) != list(live):
+        if state.hyperparams.keys() != live.keys():
             raise ValueError(f"inject_hyperparams: the state has {list(state.hyperparams)}, expected {list(live)}")
         now = values(state.step, state.hyperparams)
         updates, inner = rebuild(now).update(grads, state.inner, params)
@@ -262,7 +287,8 @@ def master_weights(transform: Transform) -> Transform:
     """Keep float32 copies of half-precision parameters, and let ``transform`` move those.
 
     In bfloat16, ``1 - 0.001`` is 1: small updates are lost one by one. The copy adds them up, and the parameter is
-    always the copy rounded to its dtype. The updates are float32 differences that take it exactly there.
+    always the copy rounded to its dtype. The updates are float32 differences that take it there. Where a finite copy is
+    beyond the range of float16, the parameter is the largest number in it: no update leads back from infinity.
 
     Classic: ``torch.optim`` over float32 copies, as in Micikevicius et al. 2018, arXiv:1710.03740.
 
@@ -279,6 +305,7 @@ def master_weights(transform: Transform) -> Transform:
     >>> params, state.master
     ({'w': tensor(0.9961, dtype=torch.bfloat16)}, {'w': tensor(0.9960)})
     """
+    check_transform("master_weights: transform", transform)
 
     def init(params: Params) -> MasterWeightsState:
         master = tree.map(torch.clone, tree.wide(params))
@@ -288,7 +315,15 @@ def master_weights(transform: Transform) -> Transform:
         grads = matched("master_weights", grads, state.master)
         updates, inner = transform.update(grads, state.inner, state.master)
         master = apply_updates(state.master, updates)
-        rounded = tree.map(lambda new, leaf: new.to(leaf.dtype).to(new.dtype), master, params)
+        rounded = tree.map(lambda new, leaf: _rounded(new, leaf.dtype), master, params)
         return tree.sub(rounded, tree.wide(params)), MasterWeightsState(master, inner)
 
     return Transform(init, cast(Any, update))
+
+
+def _rounded(master: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round to a dtype and stay within its range; infinity, which is a copy that has diverged, stays so."""
+    if dtype == master.dtype:
+        return master
+    limit = torch.finfo(dtype).max
+    return torch.where(master.isinf(), master, master.clamp(-limit, limit)).to(dtype).to(master.dtype)
