@@ -206,7 +206,7 @@ def test_weights_of_a_gradient_function_of_one_s_own_are_counted_in_float32() ->
 def test_an_empty_batch_weighs_nothing(split: Any) -> None:
     params = make_params(torch.float64)
     batch = tree.map(lambda leaf: leaf[:0], make_batch(torch.float64))
-    for name in ("cross_entropy, smoothed and weighted", "mse"):
+    for name in ("cross_entropy, smoothed and weighted", "mse_loss"):
         found = accumulate(with_metric(LOSSES[name]), **split)(params, batch)
         assert_same(found.grads, tree.zeros_like(params))
         assert (found.loss, found.weight, found.metrics["size"]) == (0, 0, 0)
