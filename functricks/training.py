@@ -10,7 +10,7 @@ from torch import Tensor
 from functricks import tree
 from functricks.precision import LossScale
 from functricks.transforms import apply_updates
-from functricks.transforms.base import check_integer, counter
+from functricks.transforms.base import check_integer, check_transform, counter
 from functricks.types import Batch, Carry, GradFn, Params, StepInfo, TrainState, TrainStep, Transform
 
 __all__ = ["train_step"]
@@ -52,6 +52,7 @@ def train_step(
     >>> state.params, state.step, info.applied
     ({'w': tensor(0.8000)}, tensor(1), tensor(True))
     """
+    check_transform("train_step: optimizer", optimizer)
     if loss_scale is not None and not isinstance(loss_scale, LossScale):
         raise TypeError(f"train_step: loss_scale must be a LossScale, got {loss_scale!r}")
     if freeze_nonfinite is not None:
