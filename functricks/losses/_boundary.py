@@ -160,8 +160,9 @@ def finish(values: Tensor, weights: Tensor, dtype: torch.dtype) -> Loss:
 
 def narrow(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Return values in the dtype of what they were computed from; under autocast they stay as they are."""
-    return values if _keeps_wide(values) else values.to(dtype)
+    return values if dtype == values.dtype or _keeps_wide(values) else values.to(dtype)
 
 
 def _keeps_wide(values: Tensor) -> bool:
-    return torch.is_autocast_enabled(values.device.type)
+    device = values.device.type
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)  # not on "meta"
