@@ -60,8 +60,9 @@ def accumulate(
     (``info_nce``). Around :func:`multi_task`, parts are weighed by the largest task;
     ``multi_task({name: accumulate(...)})`` is exact where tasks weigh differently.
 
-    Raises ``ValueError`` unless exactly one of the two sizes is given, and is >= 1; and with ``"pooled"`` when the
-    carry holds no BatchNorm.
+    Raises ``ValueError`` unless exactly one of the two sizes is given, and is >= 1; when the leaves of the batch differ
+    in length, or the metrics of one micro-batch from those of another; and with ``"pooled"`` when the carry holds no
+    BatchNorm. Raises ``TypeError`` for leaves of the batch that are no tensors.
 
     >>> import torch
     >>> from functricks import gradient

@@ -50,7 +50,8 @@ def multi_task(
     ``"<task>.weighted_loss"`` and, but for those two names, the task's own metrics as ``"<task>.<metric>"``. ``weight``
     is that of the task which weighs most.
 
-    Raises ``ValueError`` for names in ``weights`` that are no tasks, or tasks without a weight.
+    Raises ``ValueError`` for names in ``weights`` that are no tasks, tasks without a weight, and log-variances with
+    axes.
 
     >>> import torch
     >>> from functricks import gradient

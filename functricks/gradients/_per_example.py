@@ -38,7 +38,8 @@ def per_example_gradient(
     examples, of length zero for an empty batch, which leaves the carry as it was. 0-d leaves of the batch go to every
     example.
 
-    Raises ``ValueError`` when the leaves of the batch do not share one leading axis.
+    Raises ``ValueError`` when the leaves of the batch do not share one leading axis, and ``TypeError`` when one is no
+    tensor.
 
     >>> import torch
     >>> grad_fn = per_example_gradient(lambda params, x: (params["w"] * x).mean())
