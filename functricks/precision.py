@@ -75,7 +75,7 @@ def _wide_loss(answer: Any) -> Any:
     """Return what the loss function returned, its loss in float32 or wider."""
     if isinstance(answer, Loss):
         return Loss(_wide(answer.values), _wide(answer.weights))
-    if isinstance(answer, tuple):
+    if isinstance(answer, (tuple, list)):
         return _wide_loss(answer[0]), *answer[1:]
     return _wide(answer)
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from functricks import tree
+from functricks.gradients._gradient import check_grad_fn
 from functricks.precision import LossScale
 from functricks.transforms import apply_updates
-from functricks.transforms.base import check_integer, counter
+from functricks.transforms.base import check_integer, check_transform, counter
 from functricks.types import Batch, Carry, GradFn, Params, StepInfo, TrainState, TrainStep, Transform
 
 __all__ = ["train_step"]
@@ -52,6 +53,8 @@ def train_step(
     >>> state.params, state.step, info.applied
     ({'w': tensor(0.8000)}, tensor(1), tensor(True))
     """
+    check_grad_fn("train_step", grad_fn)
+    check_transform("train_step: optimizer", optimizer)
     if loss_scale is not None and not isinstance(loss_scale, LossScale):
         raise TypeError(f"train_step: loss_scale must be a LossScale, got {loss_scale!r}")
     if freeze_nonfinite is not None:

@@ -563,6 +563,23 @@ def test_errors() -> None:
         accumulate(grad_fn, 2, batch_norm="sync")
     with pytest.raises(ValueError, match="must share one leading axis, got lengths"):
         accumulate(grad_fn, 2)(torch.tensor(1.0), {"a": torch.ones(3), "b": torch.ones(4)})
+    with pytest.raises(
+        TypeError, match=r"must be tensors, got \{'n.0': 'int', 'n.1': 'int', 'n.2': 'int'\} and 1 more"
+    ):
+        accumulate(grad_fn, 2)(torch.tensor(1.0), {"x": torch.ones(4), "n": [1, 2, 3, 4]})
+
+
+@pytest.mark.parametrize(
+    ("metrics", "got"),
+    [
+        (lambda x: {"each": x}, r"\{'each': \(2,\)\} and \{'each': \(1,\)\}"),
+        (lambda x: {"some": x.mean()} if len(x) > 1 else {}, r"\{'some': \(\)\} and \{\}"),
+    ],
+)
+def test_metrics_must_be_those_of_the_other_parts(metrics: Any, got: str) -> None:
+    grad_fn = gradient(lambda params, x: ((params * x).mean(), metrics(x)), has_metrics=True)
+    with pytest.raises(ValueError, match=f"every micro-batch must have the same metrics, .* got {got}"):
+        accumulate(grad_fn, 2)(torch.tensor(1.0), torch.ones(3))
 
 
 def test_adversarial_outside_and_inside_agree_where_they_should() -> None:

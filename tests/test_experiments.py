@@ -331,6 +331,15 @@ def test_drop_last(backend: Any) -> None:
         assert set(seen) == shapes
 
 
+@pytest.mark.parametrize("name", ["step", "config"])
+def test_a_metric_does_not_replace_a_column_of_the_history(name: str) -> None:
+    experiment = linear_experiment()._replace(evaluate=lambda config, state, data: {name: torch.ones(())})
+    plan = minibatches((DATA[0], DATA[0].sum(1)), 10, steps=2)
+    assert run(experiment, grid(lr=[0.1]), plan, key=KEY)[0][name] == 1
+    with pytest.raises(ValueError, match=f"run: evaluate: metric '{name}' has the name of a column of Results.history"):
+        run(experiment, grid(lr=[0.1]), plan, key=KEY, eval_every=1)
+
+
 def test_eval_every_writes_a_history() -> None:
     plan = minibatches((DATA[0], DATA[0].sum(1)), 10, steps=7)
     for backend in ("vmap", "loop"):

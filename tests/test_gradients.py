@@ -204,6 +204,75 @@ def test_an_overflowing_scale_shows_in_the_gradient_not_in_the_loss(way: str) ->
     assert found.grads["w"].isinf()
 
 
+class Own(dict[str, Any]):
+    """Frameworks hand out such dicts; for torch.func and optree they are leaves."""
+
+
+@pytest.mark.parametrize("backend", ["func", "autograd"])
+def test_what_is_no_tensor_among_the_parameters_is_named(backend: Any) -> None:
+    grad_fn = gradient(lambda p, x: p["w"] * 1.0, backend=backend)
+    with pytest.raises(ValueError, match=r"parameters must be floating point, got \{'w': 'float'\}"):
+        grad_fn({"w": 2.0}, ())
+    with pytest.raises(ValueError, match=r"got Own \(a class of its own is no tree, dict\(\.\.\.\) is\)"):
+        grad_fn(Own(w=torch.tensor(2.0)), ())
+
+
+@pytest.mark.parametrize("backend", ["func", "autograd"])
+def test_none_in_place_of_a_parameter_stays_none(backend: Any) -> None:
+    """As ``bias`` of a layer without one."""
+    params, x = {"w": torch.tensor(2.0), "bias": None}, torch.tensor([1.0, 3.0, 5.0])
+    grad_fn = gradient(lambda p, x: (p["w"] * x).mean(), backend=backend)
+    for wrapped in (grad_fn, accumulate(grad_fn, 2), F.sam(grad_fn)):
+        assert wrapped(params, x).grads == {"w": torch.tensor(3.0), "bias": None}
+
+
+def test_none_in_lanes_and_compiled() -> None:
+    grad_fn = accumulate(gradient(lambda p, x, c: ((p["w"] * x).mean(), c), has_carry=True), 2)
+    x, carry = torch.tensor([1.0, 3.0, 5.0]), {"key": torch.tensor(1), "none": None}
+    for mode in (torch.no_grad(), torch.enable_grad()):
+        with mode:
+            lanes = torch.vmap(lambda w: grad_fn({"w": w, "bias": None}, x, carry).grads["w"])(torch.ones(2))
+        assert lanes.tolist() == [3.0, 3.0]
+    found = torch.compile(grad_fn, fullgraph=True, backend="eager")({"w": torch.tensor(1.0), "bias": None}, x, carry)
+    assert found.grads == {"w": torch.tensor(3.0), "bias": None}
+    assert found.carry == carry
+
+
+@pytest.mark.parametrize("backend", ["func", "autograd"])
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_a_half_loss_is_handed_on_in_float32(dtype: torch.dtype, backend: Any) -> None:
+    """Sums of losses, over tasks or the steps of an attack, need more: in float16 this one would be infinite."""
+    grad_fn = gradient(lambda p, x: p * x, backend=backend)
+    found = F.multi_task({"a": grad_fn, "b": grad_fn})(
+        torch.tensor(2.0, dtype=dtype), torch.tensor(2.0**14, dtype=dtype)
+    )
+    assert found.loss.dtype == found.metrics["a.loss"].dtype == F32
+    assert found.loss == 2.0**16
+    assert found.grads == 2.0**15
+    assert found.grads.dtype == dtype
+
+
+@pytest.mark.parametrize("backend", ["func", "autograd"])
+def test_a_loss_of_integers_is_a_float32_loss_without_a_slope(backend: Any) -> None:
+    """``return torch.tensor(0)`` is how loss functions say that there was nothing to learn from."""
+    found = accumulate(gradient(lambda p, x: torch.tensor(0), backend=backend), 2)(torch.ones(2), torch.ones(3))
+    assert (found.loss.dtype, found.weight.dtype, found.weight.item()) == (F32, F32, 3)
+    assert not found.grads.any()
+
+
+@pytest.mark.parametrize("split", [{"micro_batches": 2}, {"micro_batch_size": 1}])
+def test_complex_parameters_keep_their_imaginary_part(split: Any) -> None:
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return (params["c"] - 1j * x).abs().square().mean()
+
+    params, x = {"c": torch.tensor([1.0 + 2.0j])}, torch.tensor([1.0, 3.0, 8.0])
+    expected = torch.view_as_real(gradient(loss)(params, x).grads["c"])
+    assert_close(expected, torch.tensor([[2.0, -4.0]]))  # 2 (c - i mean(x))
+    for wrapped in (accumulate(gradient(loss), **split), F.clip_per_example(loss, 1e9)):
+        for scale in (None, 2.0**10):
+            assert_close(torch.view_as_real(wrapped(params, x, scale=scale).grads["c"]), expected)
+
+
 # --- carry, metrics, weights -----------------------------------------------------------------------------------------
 
 
@@ -232,9 +301,67 @@ def test_a_wrong_number_of_results_is_refused() -> None:
         grad_fn({"w": torch.ones(1)}, (), ())
 
 
+def test_the_flags_must_say_what_the_loss_function_returns() -> None:
+    def call(out: Any, **flags: Any) -> Any:
+        return gradient(lambda params, x, *carry: out, **flags)({"w": torch.ones(1)}, torch.ones(2), torch.ones(()))
+
+    one, loss = torch.tensor(1.0), Loss(torch.ones(2), torch.ones(2))
+    for out, name in ((one, "Tensor"), (loss, "Loss")):  # not the two fields of a Loss for a loss and a carry
+        with pytest.raises(ValueError, match=f"has_carry=True, .* must return 2 values, got a {name} alone"):
+            call(out, has_carry=True)
+        with pytest.raises(ValueError, match=f"has_metrics=True the loss .* must return 2 values, got a {name} alone"):
+            call(out, has_metrics=True)
+    with pytest.raises(ValueError, match="returned 2 values, but has_carry and has_metrics are False; set the one"):
+        call((one, {}))
+    with pytest.raises(TypeError, match="metrics, which come last, must be a dict of name -> 0-d tensor, got Tensor"):
+        call((one, {}, one), has_carry=True, has_metrics=True)
+    with pytest.raises(TypeError, match=r"a metric must be a 0-d tensor or a number, got \{'all': 'dict'\}"):
+        call((one, {"all": {"a": one}}), has_metrics=True)
+    with pytest.raises(TypeError, match=r"the carry must hold tensors alone, got \{'epoch': 'int'\}"):
+        call((one, {"epoch": 3}), has_carry=True)
+
+
+@pytest.mark.parametrize("backend", ["func", "autograd"])
+def test_metrics_may_be_numbers(backend: Any) -> None:
+    def loss(params: Any, x: Tensor) -> Any:
+        return (params * x).mean(), {"rows": len(x), "rate": 0.5, "more": len(x) > 1}
+
+    grad_fn = gradient(loss, has_metrics=True, backend=backend)
+    found = grad_fn(torch.tensor(1.0), torch.ones(3)).metrics
+    assert all(isinstance(value, Tensor) for value in found.values())
+    assert {name: value.item() for name, value in found.items()} == {"rows": 3, "rate": 0.5, "more": True}
+    found = accumulate(grad_fn, 2)(torch.tensor(1.0), torch.ones(3)).metrics
+    assert_close(found, {"rows": torch.tensor(5 / 3), "rate": torch.tensor(0.5), "more": torch.tensor(2 / 3)})
+
+
+@pytest.mark.parametrize("backend", ["func", "autograd"])
+@pytest.mark.parametrize("carry", [None, 3, "name", {"a": None, "b": (1,)}])
+def test_a_carry_that_the_loss_does_not_take_passes_whatever_it_is(carry: Any, backend: Any) -> None:
+    grad_fn = gradient(lambda params, x: (params * x).mean(), backend=backend)
+    for wrapped in (grad_fn, accumulate(grad_fn, 2), accumulate(grad_fn, 2, nonfinite="drop")):
+        assert wrapped(torch.tensor(1.0), torch.ones(3), carry).carry is carry
+    assert per_example(torch.tensor(1.0), torch.ones(3), carry).carry is carry
+
+
+per_example = F.per_example_gradient(lambda params, x: (params * x).mean())
+
+
+@pytest.mark.parametrize("backend", ["func", "autograd"])
+def test_a_scale_with_axes_is_refused(backend: Any) -> None:
+    with pytest.raises(ValueError, match=r"scale must be a number or a 0-d tensor, got shape \(1,\)"):
+        gradient(lambda params, x: params * 1.0, backend=backend)(torch.tensor(1.0), (), scale=torch.ones(1))
+
+
 @pytest.mark.parametrize(
     ("batch", "weight"),
-    [((), 1.0), (torch.tensor(2.0), 1.0), (torch.ones(4), 4.0), ({"x": torch.ones(3, 2), "n": torch.tensor(1)}, 3.0)],
+    [
+        ((), 1.0),
+        (2, 1.0),
+        ({"x": torch.ones(4), "task": "mnli", "names": ["a", "b"]}, 4.0),
+        (torch.tensor(2.0), 1.0),
+        (torch.ones(4), 4.0),
+        ({"x": torch.ones(3, 2), "n": torch.tensor(1)}, 3.0),
+    ],
 )
 def test_what_a_plain_mean_weighs(batch: Any, weight: float) -> None:
     assert gradient(lambda params, batch: params["w"] * 1.0)({"w": torch.tensor(1.0)}, batch).weight == weight

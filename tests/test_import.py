@@ -20,6 +20,17 @@ seconds = time.perf_counter() - start
 print(json.dumps({"seconds": seconds, "modules": sorted(set(sys.modules) - before)}))
 """
 
+COMPILED = """
+import torch
+import functricks as F
+
+def descend(w):
+    step = F.train_step(F.gradient(lambda p, x: p * p), F.sgd(0.25))
+    return step.update(step.init(w), ())[0].params
+
+print(torch.compile(descend, fullgraph=True, backend="eager")(torch.tensor(4.0)).item())
+"""
+
 
 def probe() -> tuple[float, list[str]]:
     """Import torch, then functricks, in a fresh process: the seconds and the modules that functricks adds."""
@@ -51,6 +62,12 @@ def test_import_leaves_the_heavy_parts_of_torch_alone() -> None:
     heavy = ("torch._dynamo", "torch._inductor", "sympy", "matplotlib", "sklearn", "scipy", "pandas", "polars")
     added = probe()[1]
     assert [name for name in added if any(name == h or name.startswith(f"{h}.") for h in heavy)] == []
+
+
+def test_a_name_may_be_asked_for_first_while_compiling() -> None:
+    """It is then that its module is imported."""
+    done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.stdout == "2.0\n", done.stderr
 
 
 def test_pins_of_the_build_are_the_pins_of_the_constraints() -> None:

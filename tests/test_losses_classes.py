@@ -707,6 +707,8 @@ def test_values_are_not_checked_in_a_trace() -> None:
     torch.func.vmap(mean)(p[None])
     torch.compile(mean, fullgraph=True, backend="eager")(p)
     assert torch.fx.experimental.proxy_tensor.make_fx(mean)(p) is not None
+    half = losses.cross_entropy(X.to("meta", torch.float16), T.to("meta"))
+    assert (half.values.device.type, half.values.dtype) == ("meta", torch.float16)
     meta = losses.cross_entropy(X.to("meta"), T.to("meta"))
     assert meta.values.shape == (5,)
     wrong = T + 7

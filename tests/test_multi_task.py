@@ -282,6 +282,31 @@ def test_half_precision_keeps_dtypes() -> None:
     found = multi_task(TASKS, "s")(params, batch)
     assert {leaf.dtype for leaf in tree.leaves(found.grads)} == {torch.bfloat16}
     assert found.loss.dtype == torch.float32
+    s = params["s"]["a"].float()
+    one = gradient(regression("a"), has_metrics=True)(params, batch)
+    assert_close(found.metrics["a.weighted_loss"], one.loss * torch.exp(-s) + s)  # the exponential is not rounded
+
+
+def test_a_task_s_own_loss_does_not_replace_what_is_reported() -> None:
+    grad_fn = gradient(lambda params, x: (params * x, {"loss": torch.tensor(9.0), "error": x}), has_metrics=True)
+    found = multi_task({"a": grad_fn}, {"a": 2.0})(torch.tensor(1.0), torch.tensor(3.0))
+    assert {name: value.item() for name, value in found.metrics.items()} == {
+        "a.loss": 3,
+        "a.weighted_loss": 6,
+        "a.error": 3,
+    }
+
+
+def test_conflicts_of_complex_gradients_are_those_of_their_parts() -> None:
+    aims = {"a": (1.0, 2.0), "b": (-3.0, 1.0)}
+    whole = {n: gradient(lambda p, _, z=complex(*z): (p["z"] - z).abs().square()) for n, z in aims.items()}
+    parts = {
+        n: gradient(lambda p, _, x=x, y=y: (p["x"] - x).square() + (p["y"] - y).square()) for n, (x, y) in aims.items()
+    }
+    found = multi_task(whole, conflicts="project")({"z": torch.tensor(0.1 + 0.2j)}, ()).grads["z"]
+    expected = multi_task(parts, conflicts="project")({"x": torch.tensor(0.1), "y": torch.tensor(0.2)}, ()).grads
+    assert_nonzero(expected)
+    assert_close(torch.view_as_real(found), torch.stack([expected["x"], expected["y"]]))
 
 
 def test_errors() -> None:
@@ -294,6 +319,8 @@ def test_errors() -> None:
         multi_task(TASKS, conflicts="drop")
     with pytest.raises(ValueError, match=r"no log-variance at 'sigma\.a' in the parameters; have: trunk"):
         multi_task(TASKS, "sigma")(params, batch)
+    with pytest.raises(ValueError, match=r"the log-variance at 's\.a' must be 0-d, got shape \(1,\)"):
+        multi_task(TASKS, "s")({**params, "s": {"a": torch.zeros(1), "b": torch.zeros(1)}}, batch)
     with pytest.raises(ValueError, match=r"weights\['a'\] must be a 0-d tensor, got shape \(2,\)"):
         multi_task(TASKS, {"a": torch.ones(2), "b": 1.0})
     with pytest.raises(TypeError, match=r"weights\['a'\] must be a number"):

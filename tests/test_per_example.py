@@ -164,7 +164,23 @@ def test_numbers_of_the_batch_go_to_every_example() -> None:
     assert found.grads.tolist() == [2.0, 6.0]
 
 
+def test_none_in_place_of_a_parameter_and_in_the_carry() -> None:
+    def loss(params: Any, x: Tensor, carry: Any) -> Any:
+        return (params["w"] * x).mean(), carry, {"rows": len(x)}
+
+    flags = {"has_carry": True, "has_metrics": True}
+    params, carry, x = {"w": torch.tensor(1.0), "bias": None}, {"key": torch.tensor(7), "none": None}, torch.ones(3)
+    found = per_example_gradient(loss, chunk_size=2, **flags)(params, x, carry)
+    assert found.grads["w"].tolist() == [1.0, 1.0, 1.0]
+    assert found.grads["bias"] is None
+    assert found.carry == carry
+    assert found.metrics["rows"].tolist() == [1, 1, 1]
+    assert clip_per_example(loss, 0.5, **flags)(params, x, carry).grads == {"w": torch.tensor(0.5), "bias": None}
+
+
 def test_errors() -> None:
+    with pytest.raises(TypeError, match=r"leaves of the batch must be tensors, got \{'name': 'str'\}"):
+        per_example_gradient(loss_fn)({}, {"x": torch.ones(2), "name": "a"})
     with pytest.raises(ValueError, match=r"must share one leading axis, got lengths \{'0': 2, '1': 3\}"):
         per_example_gradient(loss_fn)({}, (torch.ones(2), torch.ones(3)))
     with pytest.raises(ValueError, match=r"must share one leading axis, got lengths \{\}"):

@@ -715,3 +715,23 @@ def test_errors() -> None:
         vat(grad_fn, predict, probe=zeros, key=random.key(0), xi=0)
     with pytest.raises(ValueError, match=r"r_drop: the loss must have the shape .* \(5,\), got \(\)"):
         r_drop(dropped, lambda z, b: Loss(z.sum(), torch.ones(())))(make_params(), make_batch(), random.key(0))
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-30])
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_parameters_move_as_their_two_parts(dtype: torch.dtype, size: float) -> None:
+    """Spectral layers have them."""
+
+    def whole(params: Any, _: Any) -> Tensor:
+        return size * (params["z"] - (1 + 2j)).abs().square().sum()
+
+    def parts(params: Any, _: Any) -> Tensor:
+        return size * ((params["z"] - torch.tensor([1.0, 2.0])) ** 2).sum()
+
+    z = torch.tensor([0.3 + 0.1j, 2.0 - 1.0j], dtype=dtype)
+    for wrap in (partial(fgm, epsilon=0.5, where="z"), partial(pgd, epsilon=0.5, where="z"), partial(sam, rho=0.5)):
+        found = wrap(gradient(whole))({"z": z}, ()).grads["z"]
+        expected = wrap(gradient(parts))({"z": torch.view_as_real(z)}, ()).grads["z"]
+        assert_nonzero(expected)
+        assert found.dtype == dtype
+        assert_close(torch.view_as_real(found), expected)

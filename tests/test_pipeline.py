@@ -368,3 +368,33 @@ def test_every_pair_and_triple_is_here() -> None:
             if len(set(names)) == size and "autocast" not in names[1:] and "loss scale" not in names[:-1]
         }
         assert wanted <= set(have)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrap"),
+    [
+        ("accumulate", lambda f: accumulate(f, 2)),
+        ("fgm", lambda f: fgm(f, where="w")),
+        ("pgd", lambda f: pgd(f, where="w")),
+        ("sam", sam),
+        ("multi_task: task 'a'", lambda f: multi_task({"a": f})),
+        ("train_step", lambda f: train_step(f, sgd(0.1))),
+    ],
+)
+def test_a_loss_function_in_place_of_a_gradient_function_is_named(name: str, wrap: Any) -> None:
+    def my_loss(params: Any, batch: Any) -> Tensor:
+        return params["w"] * batch
+
+    with pytest.raises(TypeError, match=f"{name}: a gradient function is .*, got 'my_loss'; gradient\\(loss_fn\\)"):
+        wrap(my_loss)
+    with pytest.raises(TypeError, match=f"{name}: a gradient function is .*, got 'Gradient'"):
+        wrap(gradient(my_loss)({"w": torch.ones(())}, torch.ones(())))
+    for own in (lambda params, batch, carry=(), scale=None: None, lambda *args, **rest: None, Own()):
+        wrap(own)
+
+
+class Own:
+    """A gradient function of one's own may be any callable."""
+
+    def __call__(self, params: Any, batch: Any, carry: Any = (), *, scale: Any = None) -> Any:
+        raise NotImplementedError

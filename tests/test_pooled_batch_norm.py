@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from helpers import assert_close, assert_nonzero, assert_same, lane, stack
+from helpers import assert_close, assert_half_close, assert_nonzero, assert_same, lane, stack
 from torch import Tensor, nn
 
 from functricks import (
@@ -120,6 +121,32 @@ def test_bfloat16_lanes_with_an_attack(grad_mode: bool) -> None:
             for name, leaf in grads.items():
                 gap = (lane(found, index)[0][name] - leaf).abs().max()
                 assert gap <= 8 * torch.finfo(torch.bfloat16).eps * max(leaf.abs().max(), 0.1), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("laned", [False, True])
+def test_half_precision_statistics_are_pooled_in_float32(dtype: torch.dtype, laned: bool) -> None:
+    """Of more entries than float16 can count."""
+    module = nn.Sequential(nn.BatchNorm2d(2), nn.AdaptiveAvgPool2d(1), nn.Flatten()).to(dtype)
+    model = functional(module)
+    grad_fn = gradient(supervised(model, losses.cross_entropy), has_carry=True, has_metrics=True)
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn(8, 2, 120, 120, generator=generator) + 1).to(dtype)
+    rows, carry = (x, torch.arange(8) % 2), supervised_carry(model, random.key(0))
+
+    def buffers(params: Any) -> Any:
+        return accumulate(grad_fn, 4, batch_norm="pooled")(params, rows, carry).carry.buffers
+
+    if laned:
+        with torch.no_grad():
+            found = lane(torch.vmap(buffers)(stack([model.params, model.params])), 1)
+    else:
+        found = buffers(model.params)
+    expected = copy.deepcopy(module).double()
+    expected(x.double())
+    for name in ("running_mean", "running_var"):
+        assert found[f"0.{name}"].dtype == dtype
+        assert_half_close(found[f"0.{name}"], dict(expected.named_buffers())[f"0.{name}"], 1)
 
 
 def test_evaluation_mode_leaves_them_alone() -> None:

@@ -327,6 +327,8 @@ def test_errors() -> None:
             dynamic_loss_scale(**options)
     with pytest.raises(ValueError, match="static_loss_scale: scale must be > 0"):
         static_loss_scale(-1.0)
+    with pytest.raises(TypeError, match="train_step: optimizer must be a Transform, got <function sgd"):
+        train_step(gradient(lambda w, g: w), sgd)
     with pytest.raises(TypeError, match="loss_scale must be a LossScale, got 1024"):
         train_step(gradient(lambda w, g: w), sgd(), loss_scale=1024)
     with pytest.raises(ValueError, match="freeze_nonfinite must be an integer >= 1, got 0"):
@@ -405,6 +407,38 @@ def test_losses_stay_float32_under_autocast(name: str) -> None:
     assert ours(x, t).values.dtype == HALF
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_contrastive_losses_under_autocast_have_a_float32_softmax(dtype: torch.dtype) -> None:
+    """The product is PyTorch's under autocast; dividing by a temperature of 0.1 in half precision costs a tenth."""
+    torch.manual_seed(0)
+    q, k = torch.randn(6, 5), torch.randn(6, 5)
+    pairs, labels = torch.cat([q, k]), torch.arange(6).repeat(2)
+    alone = torch.eye(12, dtype=torch.bool)
+    with torch.autocast("cpu", dtype):
+        products = (q @ k.T).float(), (pairs @ pairs.T).float()
+        found = [
+            losses.info_nce(q, k, temperature=0.1, normalize=False),
+            losses.ntxent(q, k, temperature=0.1, normalize=False),
+            losses.supervised_contrastive(pairs, labels, temperature=0.1, normalize=False),
+        ]
+    both = F.cross_entropy(
+        (products[1] / 0.1).masked_fill(alone, -math.inf), torch.arange(12).roll(6), reduction="none"
+    )
+    expected = F.cross_entropy(products[0] / 0.1, torch.arange(6), reduction="none"), both, both
+    for loss, values in zip(found, expected, strict=True):
+        assert_nonzero(values)
+        assert loss.weights.dtype == torch.float32
+        assert_close(loss.values, values)
+
+
+def test_log_softmax_stays_float32_under_autocast() -> None:
+    logits = torch.randn(5, 3).to(HALF)
+    for ours, classic in ((losses.log_softmax, F.log_softmax), (losses.softmax, F.softmax)):
+        with torch.autocast("cpu", HALF):
+            assert_same(ours(logits), classic(logits.float(), -1))
+        assert ours(logits).dtype == HALF
+
+
 def test_gradients_under_autocast_are_pytorch_s() -> None:
     """Within a quarter of bfloat16's eps of the largest entry: no rounding of its own, forward or back."""
     torch.manual_seed(0)
@@ -442,6 +476,17 @@ def test_bfloat16_under_vmap_with_batch_norm(wrap: str, grad_mode: bool) -> None
                 assert (got - buffer).abs().max() <= 4 * torch.finfo(torch.bfloat16).eps * buffer.abs().max()
     assert info.applied.all()
     assert found.params["0.weight"].dtype == torch.float32
+
+
+def test_cast_passes_what_is_no_tensor_and_takes_a_list() -> None:
+    def loss_fn(params: Any, batch: Any) -> Any:
+        assert batch["task"] == "mnli"
+        values = params * batch["x"]
+        return [losses.mse_loss(values, torch.zeros_like(values)), {"rows": len(values)}]
+
+    found = gradient(cast(loss_fn, HALF), has_metrics=True)(torch.tensor(1.0), {"x": torch.ones(3), "task": "mnli"})
+    assert found.grads == 2
+    assert found.loss.dtype == found.grads.dtype == torch.float32
 
 
 def test_cast_changes_floats_only() -> None:

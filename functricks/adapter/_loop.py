@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from functricks import tree
 from functricks.adapter._attacks import FGM, PGD, Attack, unwrapped
 from functricks.distributed import in_step
-from functricks.gradients._gradient import mean_and_weight
+from functricks.gradients._answers import mean_and_weight
 from functricks.transforms.base import check_integer, check_number
 from functricks.types import Batch, Loss, StepInfo, Transform
 

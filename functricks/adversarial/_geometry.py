@@ -75,14 +75,15 @@ def _along(leaf: Tensor, peak: Tensor, relative: Tensor, length: Number, exact: 
     usable = torch.isfinite(peak) & torch.isfinite(relative) & (relative > 0)
     factor = length / torch.where(usable, relative, 1.0)
     safe = leaf if tree.holds_everywhere(usable) else torch.where(usable, leaf, 0.0)
-    if exact or leaf.dtype == torch.float64:
-        return (safe.double() / torch.where(usable, peak, 1.0) * factor).to(leaf.dtype)
+    wide = torch.promote_types(leaf.dtype, torch.float64 if exact else torch.float32)  # complex leaves stay complex
+    if exact or leaf.dtype in (torch.float64, torch.complex128):
+        return (safe.to(wide) / torch.where(usable, peak, 1.0) * factor).to(leaf.dtype)
     size = factor.abs()  # a step down the gradient has a negative length
     if tree.holds_everywhere(size <= _LARGE):
-        return (safe.float() * factor.float()).to(leaf.dtype)
+        return (safe.to(wide) * factor.float()).to(leaf.dtype)
     first = torch.clamp(factor, -_LARGE, _LARGE)
     second = torch.where(size > _LARGE, size / _LARGE, 1.0)
-    return (safe.float() * first.float() * second.float()).to(leaf.dtype)
+    return (safe.to(wide) * first.float() * second.float()).to(leaf.dtype)
 
 
 def project(shift: Named, epsilon: Number, norm: Norm) -> Named:

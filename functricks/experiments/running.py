@@ -77,7 +77,8 @@ def run(
     Gradients are computed under ``torch.no_grad()``: nothing here is differentiated through.
 
     Every row gets the metrics of ``evaluate``, and ``seconds``: its share of the time of its chunk. A metric must not
-    have the name of a setting, nor either be named ``seconds``: that raises ``ValueError``.
+    have the name of a setting, nor either be named ``seconds``, nor, with ``eval_every``, be named ``config`` or
+    ``step``: that raises ``ValueError``.
 
     >>> from functricks import TrainState
     >>> from functricks.experiments import grid
@@ -178,7 +179,7 @@ class _Program:
             done += steps
             report.add(steps * len(set(chunk.indices)))
             if eval_every is not None and done % eval_every == 0:
-                seen.append((done, self.evaluate(chunk.numbers, state, eval_data)))
+                seen.append((done, _historic(self.evaluate(chunk.numbers, state, eval_data))))
         return state, self.evaluate(chunk.numbers, state, eval_data), seen
 
     def _advances(
@@ -225,6 +226,13 @@ def _checked(config: Config, metrics: Any) -> dict[str, Tensor]:
             raise ValueError(f"run: evaluate: a metric must not be named {name!r}: run reports the time under it")
         if name in config:
             raise ValueError(f"run: evaluate: metric {name!r} has the name of a setting; rename one of them")
+    return metrics
+
+
+def _historic(metrics: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Check that metrics on the way do not have the names of the other columns of the history."""
+    if both := [name for name in ("config", "step") if name in metrics]:
+        raise ValueError(f"run: evaluate: metric {both[0]!r} has the name of a column of Results.history; rename it")
     return metrics
 
 

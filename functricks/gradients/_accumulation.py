@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from functricks import tree
+from functricks.gradients._answers import common_length, wide_dtype
 from functricks.gradients._batch_norm import pool, unpool
+from functricks.gradients._gradient import check_grad_fn
 from functricks.gradients._loop import fold
 from functricks.types import Batch, Carry, GradFn, Gradient, Number, Params
 
@@ -58,8 +60,9 @@ def accumulate(
     (``info_nce``). Around :func:`multi_task`, parts are weighed by the largest task;
     ``multi_task({name: accumulate(...)})`` is exact where tasks weigh differently.
 
-    Raises ``ValueError`` unless exactly one of the two sizes is given, and is >= 1; and with ``"pooled"`` when the
-    carry holds no BatchNorm.
+    Raises ``ValueError`` unless exactly one of the two sizes is given, and is >= 1; when the leaves of the batch differ
+    in length, or the metrics of one micro-batch from those of another; and with ``"pooled"`` when the carry holds no
+    BatchNorm. Raises ``TypeError`` for leaves of the batch that are no tensors.
 
     >>> import torch
     >>> from functricks import gradient
@@ -67,6 +70,7 @@ def accumulate(
     >>> accumulate(grad_fn, 2)({"w": torch.tensor(1.0)}, torch.tensor([1.0, 4.0, 4.0])).grads["w"]
     tensor(3.)
     """
+    check_grad_fn("accumulate", grad_fn)
     if (micro_batches is None) == (micro_batch_size is None):
         raise ValueError("accumulate: give exactly one of micro_batches and micro_batch_size")
     given = micro_batches if micro_batch_size is None else micro_batch_size
@@ -85,7 +89,8 @@ def accumulate(
             found = grad_fn(params, part, before, scale=scale)
             if nonfinite == "drop":
                 finite = tree.all_finite((found.grads, found.loss) if scale is None else found.loss)
-                found = tree.where(finite, found, tree.zeros_like(found)._replace(carry=before))
+                if not tree.holds_everywhere(finite):
+                    found = tree.where(finite, found, tree.zeros_like(found)._replace(carry=before))
             return added(sums, found), found.carry
 
         ours = False
@@ -102,14 +107,8 @@ def accumulate(
 
 def _split(batch: Batch, parts: int | None, size: int | None) -> list[list[Batch]]:
     """Return the micro-batches: the first alone, then in groups of equal shapes."""
+    length = common_length("accumulate", batch)
     leaves, structure = tree.flatten(batch)
-    lengths = {leaf.shape[0] for leaf in leaves if leaf.ndim}
-    if len(lengths) != 1:
-        raise ValueError(
-            f"accumulate: the leaves of the batch must share one leading axis, got lengths "
-            f"{ {path: leaf.shape[0] for path, leaf in tree.named_leaves(batch).items() if leaf.ndim} }"
-        )
-    length = lengths.pop()
     count = max(1, min(parts or 1, length)) if size is None else max(1, -(-length // size))
 
     def cut(leaf: Tensor) -> Any:
@@ -141,16 +140,23 @@ def added(sums: _Sums | None, one: Gradient) -> _Sums:
     metrics = {name: torch.where(weight == 0, 0.0, leaf) for name, leaf in one.metrics.items()}
     means = (one.grads, one.loss)
     if sums is None:
-        wide_means, wide_metrics = tree.map(lambda leaf: leaf.to(_wide(leaf)), (means, metrics))
+        wide_means, wide_metrics = tree.map(lambda leaf: leaf.to(wide_dtype(leaf)), (means, metrics))
         grads, loss = tree.scale(wide_means, factor)
         return _Sums(grads, loss, tree.scale(wide_metrics, weight), weight)
+    _check_metrics(sums.metrics, metrics)
     grads, loss = tree.add_to_total((sums.grads, sums.loss), means, factor)
     metrics = tree.add_scaled(sums.metrics, metrics, weight) if metrics else sums.metrics
     return _Sums(grads, loss, metrics, sums.weight + weight)
 
 
-def _wide(leaf: Tensor) -> torch.dtype:
-    return tree.compute_dtype(leaf.dtype) if leaf.is_floating_point() else torch.float32
+def _check_metrics(total: dict[str, Tensor], one: dict[str, Tensor]) -> None:
+    """Raise unless the metrics of a micro-batch are those of the ones before."""
+    shapes, others = ({name: tuple(leaf.shape) for name, leaf in part.items()} for part in (total, one))
+    if shapes != others:
+        raise ValueError(
+            f"accumulate: every micro-batch must have the same metrics, of the same shapes, got {shapes} and {others}; "
+            "a metric is a mean, 0-d"
+        )
 
 
 def divided(total: _Sums, params: Params, carry: Carry) -> Gradient:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from functricks import tree
 from functricks.transforms.base import check_integer, check_number
 from functricks.types import Carry, Number
 
@@ -83,9 +84,10 @@ def _with_siblings(buffers: dict[str, Any], seen: _Seen) -> dict[str, Any]:
             seen.pooled = True
             continue
         mean, var = buffers[f"{prefix}{_MEAN}"], buffers[f"{prefix}running_var"]
-        new[f"{prefix}pooled_count"] = mean.new_zeros(())
-        new[f"{prefix}pooled_mean"] = torch.zeros_like(mean)
-        new[f"{prefix}pooled_m2"] = torch.zeros_like(var)
+        wide = tree.compute_dtype(mean.dtype)  # float16 counts to 65504
+        new[f"{prefix}pooled_count"] = mean.new_zeros((), dtype=wide)
+        new[f"{prefix}pooled_mean"] = torch.zeros_like(mean, dtype=wide)
+        new[f"{prefix}pooled_m2"] = torch.zeros_like(var, dtype=wide)
         new[f"{prefix}pooled_start_mean"], new[f"{prefix}pooled_start_var"] = mean, var
         batches = buffers.get(f"{prefix}num_batches_tracked")
         if batches is not None:

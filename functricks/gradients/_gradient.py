@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from functricks import tree
-from functricks.types import Batch, Carry, GradFn, Gradient, Loss, LossFn, Number, Params, weight_of
+from functricks.gradients._answers import Answer, answer_of, others, wide_dtype
+from functricks.types import Batch, Carry, GradFn, Gradient, LossFn, Number, Params
 
 __all__ = ["gradient"]
 
 Backend = Literal["func", "autograd"]
-
-
-class _Evaluated(NamedTuple):
-    """A loss function's answer in one form."""
-
-    mean: Tensor
-    weight: Tensor
-    carry: Carry
-    metrics: dict[str, Tensor]
 
 
 def gradient(
@@ -38,8 +31,9 @@ def gradient(
         loss_fn: ``(params, batch) -> loss``; with ``has_carry`` it is ``(params, batch, carry) -> (loss, carry)``; with
             ``has_metrics`` the dict of metrics (name -> 0-d tensor) comes last in the returned tuple. ``loss`` is a
             :class:`~functricks.Loss`, or a 0-d tensor, which counts as the mean over the batch's leading axis.
-        has_carry: does ``loss_fn`` take and return a carry? Without it a carry passes through untouched.
-        has_metrics: does ``loss_fn`` return metrics?
+        has_carry: does ``loss_fn`` take and return a carry, a tree of tensors? Without it a carry passes through
+            untouched.
+        has_metrics: does ``loss_fn`` return metrics? Python numbers among them become tensors.
         backend: ``"func"`` is ``torch.func``: composes with ``vmap``, ``grad`` and ``torch.compile``. ``"autograd"`` is
             ``torch.autograd.grad``: faster for one eager run, and the one that works with hooks, activation
             checkpointing and DDP-wrapped modules; first order, its result is detached.
@@ -47,11 +41,12 @@ def gradient(
     The returned ``GradFn`` is ``(params, batch, carry=(), *, scale=None) -> Gradient``. ``scale`` multiplies the loss
     before differentiation, as float32, and is divided out of the gradient again. Over a weight of zero the sum counts
     instead of the mean, so a batch without valid elements, or without rows, has a zero gradient and a zero loss. A leaf
-    that the loss does not use has a zero gradient.
+    that the loss does not use has a zero gradient. ``loss`` is float32 or wider.
 
     Raises ``ValueError`` when a parameter is not floating point, when the loss is neither a ``Loss`` nor 0-d, when its
     values and weights differ in shape, when the leaves of the batch differ in length under a 0-d loss, and with
-    ``backend="autograd"`` when the result would silently lose a derivative.
+    ``backend="autograd"`` when the result would silently lose a derivative. Raises ``ValueError`` or ``TypeError`` when
+    the loss function does not return what the flags say, or its carry or metrics hold something else.
 
     >>> import torch
     >>> grad_fn = gradient(lambda params, batch: (params["w"] * batch).square().mean())
@@ -63,106 +58,76 @@ def gradient(
     differentiate = _by_func if backend == "func" else _by_autograd
 
     def grad_fn(params: Params, batch: Batch, carry: Carry = (), *, scale: Number | None = None) -> Gradient:
+        _check_scale(scale)
         if backend == "autograd":
             _check_first_order(params, batch, carry, scale)
 
-        def evaluate(params: Params) -> tuple[Tensor, _Evaluated]:
-            done = _evaluate(loss_fn, params, batch, carry, has_carry, has_metrics)
+        def evaluate(params: Params) -> tuple[Tensor, Answer]:
+            done = answer_of(loss_fn, params, batch, carry, has_carry, has_metrics)
             if scale is None:
                 return done.mean, done
-            return done.mean.to(_wide(done.mean)) * scale, done
+            return done.mean * scale, done
 
         grads, done = differentiate(evaluate, params)
         if scale is not None:
-            grads = tree.map(lambda leaf: (leaf.to(_wide(leaf)) / scale).to(leaf.dtype), grads)
-        return Gradient(grads, done.mean, done.weight, done.carry, done.metrics)
+            grads = tree.map(lambda leaf: (leaf.to(wide_dtype(leaf)) / scale).to(leaf.dtype), grads)
+        return Gradient(grads, done.mean, done.weight, done.carry if has_carry else carry, done.metrics)
 
     return grad_fn
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
-    return tree.compute_dtype(tensor.dtype)
-
-
-def _evaluate(
-    loss_fn: LossFn, params: Params, batch: Batch, carry: Carry, has_carry: bool, has_metrics: bool
-) -> _Evaluated:
-    """Call the loss function and sort its answer."""
-    out = loss_fn(params, batch, carry) if has_carry else loss_fn(params, batch)
-    parts = tuple(out) if has_carry or has_metrics else (out,)
-    expected = 1 + has_carry + has_metrics
-    if len(parts) != expected:
-        raise ValueError(
-            f"gradient: with has_carry={has_carry}, has_metrics={has_metrics} the loss function must return "
-            f"{expected} values, got {len(parts)}"
+def check_grad_fn(name: str, given: Any) -> None:
+    """Raise for what is no ``GradFn``, such as a loss function: it could not take the loss scale."""
+    if torch.compiler.is_compiling():
+        return
+    if not callable(given) or not _takes_scale(getattr(given, "__code__", None)):
+        what = getattr(given, "__name__", type(given).__name__)
+        raise TypeError(
+            f"{name}: a gradient function is (params, batch, carry=(), *, scale=None) -> Gradient, got {what!r}; "
+            "gradient(loss_fn) makes one of a loss function"
         )
-    mean, weight = mean_and_weight(parts[0], batch)
-    return _Evaluated(mean, weight, parts[1] if has_carry else carry, parts[-1] if has_metrics else {})
 
 
-def mean_and_weight(
-    loss: Any,
-    batch: Batch,
-    *,
-    name: str = "gradient",
-    what: str = "the loss function",
-    items: str = "leaves",
-    graph: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Return the mean of what a loss function returned, and its weight.
-
-    Args:
-        loss: what it returned.
-        batch: what it was called on.
-        name, what, items: for the caller's errors.
-        graph: keep the graph of a mean over no rows, which is zero then: ``backward`` needs one. A derivative of NaN
-            may come out of it.
-    """
-    if isinstance(loss, Loss):
-        wide = _wide(loss.values)
-        weight = weight_of(loss)
-        total = loss.values.sum(dtype=wide)
-        return (total / tree.or_one(weight)).to(wide), weight
-    if not isinstance(loss, Tensor) or loss.ndim != 0:
-        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(f"{name}: {what} must return a Loss or a 0-d tensor, got {got}")
-    length = _batch_length(batch, name, items)
-    if not length:  # the mean of nothing is NaN
-        loss = torch.where(torch.ones_like(loss, dtype=torch.bool), 0.0, loss) if graph else torch.zeros_like(loss)
-    return loss, torch.full((), length, dtype=_wide(loss), device=loss.device)
+def _takes_scale(code: Any) -> bool:
+    """Look at the code of a function, if it is one; ``inspect.signature`` would cost 30 us on every step."""
+    if code is None or code.co_flags & inspect.CO_VARKEYWORDS:
+        return True
+    return "scale" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
-def _batch_length(batch: Batch, name: str, items: str) -> float:
-    """Return the length of the leading axis; 1 for a batch without leaves or of 0-d leaves."""
-    lengths = {path: leaf.shape[0] for path, leaf in tree.named_leaves(batch).items() if leaf.ndim}
-    if len(set(lengths.values())) > 1:
-        raise ValueError(
-            f"{name}: a 0-d loss counts as the mean over the batch's leading axis, but {items} differ: {lengths}; "
-            "return a Loss(values, weights)"
-        )
-    return float(next(iter(lengths.values()), 1))
+def _check_scale(scale: Number | None) -> None:
+    if isinstance(scale, Tensor) and scale.ndim:
+        raise ValueError(f"gradient: scale must be a number or a 0-d tensor, got shape {tuple(scale.shape)}")
 
 
 # --- three ways to differentiate -------------------------------------------------------------------------------------
 
-Evaluate = Callable[[Params], tuple[Tensor, _Evaluated]]
+Evaluate = Callable[[Params], tuple[Tensor, Answer]]
 
 
-def _by_func(evaluate: Evaluate, params: Params) -> tuple[Params, _Evaluated]:
-    leaves = tree.leaves(params)
+def _by_func(evaluate: Evaluate, params: Params) -> tuple[Params, Answer]:
+    leaves, structure = tree.flatten(params)
     if not leaves:
         return params, evaluate(params)[1]
     _check_floating(leaves, params)
     level = tree.lanes()
     if level is not None and not torch.is_grad_enabled() and _has_lane(params) and not _is_inference():
         return _below_lanes(evaluate, params, level)
-    grads, done = torch.func.grad(evaluate, has_aux=True)(params)
-    return grads, done
+    forms: list[Any] = []
+
+    def of_leaves(own: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        total, done = evaluate(tree.unflatten(structure, own))
+        answer, form = tree.flatten(done)  # torch.func takes tensors alone, not None
+        forms.append(form)
+        return total, answer
+
+    grads, answer = torch.func.grad(of_leaves, has_aux=True)(leaves)
+    return tree.unflatten(structure, grads), tree.unflatten(forms[0], answer)
 
 
-def _check_floating(leaves: list[Tensor], params: Params) -> None:
-    if not all(leaf.is_floating_point() or leaf.is_complex() for leaf in leaves):
-        wrong = {p: x.dtype for p, x in tree.named_leaves(params).items() if not x.is_floating_point()}
+def _check_floating(leaves: list[Any], params: Params) -> None:
+    if not all(isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()) for leaf in leaves):
+        wrong = others(params, lambda leaf: leaf.is_floating_point() or leaf.is_complex())
         raise ValueError(
             f"gradient: parameters must be floating point, got {wrong}; counters and buffers belong in the carry"
         )
@@ -177,7 +142,7 @@ def _has_lane(params: Params) -> bool:
     return any(tree.below_lanes(leaf)[1] for leaf in tree.leaves(params))
 
 
-def _below_lanes(evaluate: Evaluate, params: Params, level: int) -> tuple[Params, _Evaluated]:
+def _below_lanes(evaluate: Evaluate, params: Params, level: int) -> tuple[Params, Answer]:
     """Differentiate the stacked lanes by ordinary autograd: half the time of ``vmap(torch.func.grad)`` in eager.
 
     Lanes are independent, so the gradient of the sum of their losses holds each lane's gradient. Right only where
@@ -200,7 +165,7 @@ def _below_lanes(evaluate: Evaluate, params: Params, level: int) -> tuple[Params
     return tree.unflatten(structure, [tree.above_lanes(x, level) for x in grads]), done
 
 
-def _by_autograd(evaluate: Evaluate, params: Params) -> tuple[Params, _Evaluated]:
+def _by_autograd(evaluate: Evaluate, params: Params) -> tuple[Params, Answer]:
     leaves, structure = tree.flatten(params)
     _check_floating(leaves, params)
     with torch.enable_grad():

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from functricks import random, tree
+from functricks.gradients._gradient import check_grad_fn
 from functricks.transforms.base import check_number
 from functricks.types import Batch, Carry, GradFn, Gradient, Grads, Number, Params
 
@@ -46,10 +47,11 @@ def multi_task(
             default it is the order of ``grad_fns``.
 
     ``loss`` is the weighted sum (with :math:`s_t`; it may be negative). ``metrics`` has ``"<task>.loss"``,
-    ``"<task>.weighted_loss"`` and the task's own metrics as ``"<task>.<metric>"``. ``weight`` is that of the task which
-    weighs most.
+    ``"<task>.weighted_loss"`` and, but for those two names, the task's own metrics as ``"<task>.<metric>"``. ``weight``
+    is that of the task which weighs most.
 
-    Raises ``ValueError`` for names in ``weights`` that are no tasks, or tasks without a weight.
+    Raises ``ValueError`` for names in ``weights`` that are no tasks, tasks without a weight, and log-variances with
+    axes.
 
     >>> import torch
     >>> from functricks import gradient
@@ -96,7 +98,8 @@ class _Task:
             weighted = weighted + self.s.to(weighted.dtype)
         weighted = torch.where(present, weighted, 0.0).to(found.loss.dtype)
         own = {f"{self.name}.{metric}": value for metric, value in found.metrics.items()}
-        metrics = {f"{self.name}.loss": found.loss, f"{self.name}.weighted_loss": weighted, **own}
+        ours = {f"{self.name}.loss": found.loss, f"{self.name}.weighted_loss": weighted}
+        metrics = {**ours, **own, **ours}  # in this order, and a task's own "loss" does not replace ours
         grads = tree.scale(tree.wide(found.grads), self.factor)
         if not tree.holds_everywhere(present):
             # over no weight there may be a numerator, as of smoothed rows of a class of no weight
@@ -117,7 +120,10 @@ def _task(name: str, weights: Weights, params: Params) -> _Task:
     path, named = f"{weights}.{name}", tree.named_leaves(params)
     if path not in named:
         raise ValueError(f"multi_task: no log-variance at {path!r} in the parameters; have: {', '.join(named)}")
-    return _Task(name, torch.exp(-named[path]), path, named[path])
+    s = named[path]
+    if s.ndim:
+        raise ValueError(f"multi_task: the log-variance at {path!r} must be 0-d, got shape {tuple(s.shape)}")
+    return _Task(name, torch.exp(-s.to(tree.compute_dtype(s.dtype))), path, s)
 
 
 def _as(value: Number, like: Tensor) -> Number:
@@ -183,14 +189,21 @@ def _gram(columns: list[list[Tensor]]) -> Tensor:
         return torch.zeros(len(columns), len(columns), dtype=torch.float64)
     total: Any = 0.0
     for leaves in zip(*columns, strict=True):
-        rows = torch.stack([leaf.reshape(-1).double() for leaf in leaves])
+        rows = torch.stack([_numbers(leaf) for leaf in leaves])
         total = total + rows @ rows.mT
     return torch.as_tensor(total)
+
+
+def _numbers(leaf: Tensor) -> Tensor:
+    """Return the entries in float64; a complex one is two numbers."""
+    return (torch.view_as_real(leaf) if leaf.is_complex() else leaf).reshape(-1).double()
 
 
 def _check(grad_fns: Mapping[str, GradFn], weights: Weights, conflicts: str) -> None:
     if not grad_fns:
         raise ValueError("multi_task: needs at least one task")
+    for name, grad_fn in grad_fns.items():
+        check_grad_fn(f"multi_task: task {name!r}", grad_fn)
     if conflicts not in ("keep", "project"):
         raise ValueError(f"multi_task: conflicts must be 'keep' or 'project', got {conflicts!r}")
     if weights is None or isinstance(weights, str):

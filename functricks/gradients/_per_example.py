@@ -9,6 +9,7 @@ from torch import Tensor
 
 from functricks import tree
 from functricks.clipping import shrinkage
+from functricks.gradients._answers import common_length, wide_dtype
 from functricks.gradients._gradient import gradient
 from functricks.transforms.base import check_integer, check_number
 from functricks.types import Batch, Carry, GradFn, Gradient, Grads, LossFn, Number, Params
@@ -37,7 +38,8 @@ def per_example_gradient(
     examples, of length zero for an empty batch, which leaves the carry as it was. 0-d leaves of the batch go to every
     example.
 
-    Raises ``ValueError`` when the leaves of the batch do not share one leading axis.
+    Raises ``ValueError`` when the leaves of the batch do not share one leading axis, and ``TypeError`` when one is no
+    tensor.
 
     >>> import torch
     >>> grad_fn = per_example_gradient(lambda params, x: (params["w"] * x).mean())
@@ -49,18 +51,23 @@ def per_example_gradient(
     grad_fn = gradient(loss_fn, has_carry=has_carry, has_metrics=has_metrics)
 
     def per_example(params: Params, batch: Batch, carry: Carry = (), *, scale: Number | None = None) -> Gradient:
+        none = common_length("per_example_gradient", batch) == 0
         leaves, structure = tree.flatten(batch)
         axes = tuple(0 if leaf.ndim else None for leaf in leaves)
-        _check_rows(leaves, batch)
+
+        forms: list[Any] = []
 
         def one(*own: Tensor) -> Any:
             example = [x if axis is None else x[None] for x, axis in zip(own, axes, strict=True)]
-            return tuple(grad_fn(params, tree.unflatten(structure, example), carry, scale=scale))
+            found = grad_fn(params, tree.unflatten(structure, example), carry, scale=scale)
+            answer, form = tree.flatten(found if has_carry else found._replace(carry=()))
+            forms.append(form)
+            return tuple(answer)  # vmap takes tensors alone, not None
 
-        none = next(leaf.shape[0] for leaf in leaves if leaf.ndim) == 0
         if none:  # there is nothing to map over; a row of zeros shows the form of the answer
             leaves = [leaf.new_zeros(1, *leaf.shape[1:]) if leaf.ndim else leaf for leaf in leaves]
-        found = Gradient(*torch.vmap(one, axes, chunk_size=chunk_size)(*leaves))
+        answer = torch.vmap(one, axes, chunk_size=chunk_size)(*leaves)
+        found = Gradient(*tree.unflatten(forms[0], answer))
         if none:
             found = Gradient(*tree.map(lambda leaf: leaf[:0], tuple(found._replace(carry=()))))
         return found._replace(carry=tree.map(lambda leaf: leaf[0], found.carry) if has_carry and not none else carry)
@@ -119,26 +126,19 @@ def clip_per_example(
     return clipped
 
 
-def _check_rows(leaves: list[Tensor], batch: Batch) -> None:
-    if len({leaf.shape[0] for leaf in leaves if leaf.ndim}) != 1:
-        raise ValueError(
-            f"per_example_gradient: the leaves of the batch must share one leading axis, got lengths "
-            f"{ {path: leaf.shape[0] for path, leaf in tree.named_leaves(batch).items() if leaf.ndim} }"
-        )
-
-
 def _shrunk(found: Gradient, max_norm: Number) -> tuple[Grads, tuple[Tensor, Tensor]]:
     """Return the examples' gradients times the first of their two factors, and both factors."""
     ones = torch.ones_like(found.weight, dtype=torch.float64)
-    if not len(ones) or not tree.leaves(found.grads):  # vmap needs something to map over
+    leaves, structure = tree.flatten(found.grads)  # vmap takes no None
+    if not len(ones) or not leaves:  # vmap needs something to map over
         return found.grads, (ones, ones)
-    factors = torch.vmap(lambda grads: shrinkage(grads, max_norm)[0])(found.grads)
-    return torch.vmap(tree.scale)(found.grads, factors[0]), factors
+    factors = torch.vmap(lambda grads: shrinkage(grads, max_norm)[0])(leaves)
+    return tree.unflatten(structure, torch.vmap(tree.scale)(leaves, factors[0])), factors
 
 
 def _weighted_sum(rows: Tensor, share: Tensor) -> Tensor:
     """Return the sum over the leading axis; a row of no weight counts for nothing, whatever it holds."""
-    wide = tree.compute_dtype(rows.dtype) if rows.is_floating_point() else torch.float32
+    wide = wide_dtype(rows)
     share = share.view(-1, *[1] * (rows.ndim - 1))
     total = torch.where(share == 0, 0.0, rows.to(wide) * share.to(wide)).sum(0)
-    return total.to(rows.dtype if rows.is_floating_point() else wide)
+    return total.to(rows.dtype if rows.is_floating_point() or rows.is_complex() else wide)

@@ -150,11 +150,19 @@ def finish(values: Tensor, weights: Tensor, dtype: torch.dtype) -> Loss:
 
     Under autocast they stay wide, as PyTorch's: the loss is where rounding would reach every gradient.
     """
-    if dtype == values.dtype or torch.is_autocast_enabled(values.device.type):
-        return Loss(values, weights)
-    if dtype == torch.float16:
+    if dtype == torch.float16 and not _keeps_wide(values):
         limit = torch.finfo(dtype).max
         over, fixed = (values.abs() > limit) & values.isfinite(), values.detach()
         # values - fixed is 0, with the gradient: a clamp alone would cut it for the elements that are most wrong
         values = torch.where(over, fixed.clamp(-limit, limit) + (values - fixed).masked_fill(~over, 0), values)
-    return Loss(values.to(dtype), weights)
+    return Loss(narrow(values, dtype), weights)
+
+
+def narrow(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return values in the dtype of what they were computed from; under autocast they stay as they are."""
+    return values if dtype == values.dtype or _keeps_wide(values) else values.to(dtype)
+
+
+def _keeps_wide(values: Tensor) -> bool:
+    device = values.device.type
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)  # not on "meta"

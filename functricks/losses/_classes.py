@@ -22,6 +22,7 @@ from functricks.losses._boundary import (
     hyper,
     is_concrete,
     is_number,
+    narrow,
     positive,
     warn_if_probabilities,
 )
@@ -49,13 +50,14 @@ def softmax(input: Tensor, dim: int = -1, *, temperature: Number = 1.0) -> Tenso
         dim: the class axis.
         temperature: :math:`T > 0`; may be a tensor, batched by ``vmap`` or learned.
 
-    Half precision is divided and normalised in float32. Raises ``ValueError`` for a temperature that is not positive.
+    Half precision is divided and normalised in float32, and comes back in its own dtype, but for under
+    ``torch.autocast``, where it stays float32. Raises ``ValueError`` for a temperature that is not positive.
 
     >>> import torch
     >>> softmax(torch.tensor([0.0, 1.0]), temperature=0.01)
     tensor([3.7835e-44, 1.0000e+00])
     """
-    return F.softmax(_scaled("softmax", input, temperature), dim).to(input.dtype)
+    return narrow(F.softmax(_scaled("softmax", input, temperature), dim), input.dtype)
 
 
 def log_softmax(input: Tensor, dim: int = -1, *, temperature: Number = 1.0) -> Tensor:
@@ -70,7 +72,7 @@ def log_softmax(input: Tensor, dim: int = -1, *, temperature: Number = 1.0) -> T
     >>> log_softmax(torch.tensor([0.0, 1.0]), temperature=0.01)
     tensor([-100.,    0.])
     """
-    return F.log_softmax(_scaled("log_softmax", input, temperature), dim).to(input.dtype)
+    return narrow(F.log_softmax(_scaled("log_softmax", input, temperature), dim), input.dtype)
 
 
 def _scaled(name: str, logits: Tensor, temperature: Number) -> Tensor:

@@ -222,7 +222,8 @@ def _log_shares(
     """Return the log of each key's share among those that take part; any finite numbers in rows that are missing."""
     if normalize:
         queries, keys = _unit(queries), _unit(keys)
-    similarity = queries @ keys.T / positive(name, "temperature", temperature, queries.dtype)
+    product = queries @ keys.T  # in half precision under autocast, as PyTorch's; the softmax is not
+    similarity = product.to(queries.dtype) / positive(name, "temperature", temperature, queries.dtype)
     if mask is not None:
         kept = mask if missing is None else mask | missing.unsqueeze(1)  # a row of -inf alone would be NaN
         similarity = similarity.masked_fill(~kept, MINUS_INF)

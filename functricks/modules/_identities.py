@@ -84,6 +84,11 @@ def replace_gradient(fn: Callable[..., Tensor]) -> Identity:
     """
     if torch.compiler.is_compiling():
         raise RuntimeError("replace_gradient: called while compiling; make the identity outside and call it inside")
+    return _identity(fn)
+
+
+def _identity(fn: Callable[..., Tensor]) -> Identity:
+    """Make it without a look at the compiler, which may be what imports this module."""
 
     def unread(x: Tensor, *operands: Tensor) -> Tensor:
         apply: Any = _Replaced.apply
@@ -176,13 +181,13 @@ def _by(make: Callable[[Tensor], Transform]) -> Identity:
         clipped: Tensor = make(limit).update(gradient, Empty(), gradient)[0]
         return clipped
 
-    return replace_gradient(clip)
+    return _identity(clip)
 
 
 def _scale(gradient: Tensor, factor: Tensor) -> Tensor:
     return (gradient.to(factor.dtype) * factor).to(gradient.dtype)
 
 
-_scaled = replace_gradient(_scale)
+_scaled = _identity(_scale)
 _clipped = _by(clip_by_value)
 _clipped_by_norm = _by(clip_by_global_norm)

@@ -84,9 +84,9 @@ class PureBatchNorm(_BatchNorm):
         mean, var, count = self.running_mean, self.running_var, self.num_batches_tracked
         if mean is None or var is None or self._is_plain(input, mean):
             return super().forward(input)
-        wide = input.to(mean.dtype)  # torch's batching rule refuses mixed dtypes
         if self.training and isinstance(self.pooled_count, Tensor):
-            return self._pool(wide).to(input.dtype)
+            return self._pool(input.to(self.pooled_count.dtype)).to(input.dtype)
+        wide = input.to(mean.dtype)  # torch's batching rule refuses mixed dtypes
         check: Callable[[Tensor], None] = self._check_input_dim
         check(wide)
         tracks = self.training and self.track_running_stats
@@ -96,7 +96,7 @@ class PureBatchNorm(_BatchNorm):
             own = self.training and not tracks  # normalise by the batch, and forget its statistics
             momentum = 0.0 if self.momentum is None else self.momentum
             return self._apply_to(wide, None if own else mean, None if own else var, momentum).to(input.dtype)
-        output, batch_mean, batch_var = self._normalise(wide)
+        output, batch_mean, batch_var = self._normalise(wide, mean)
         factor = 1.0 / count.double()
         for running, new in ((mean, batch_mean), (var, batch_var)):
             running.copy_(factor * new.double() + (1.0 - factor) * running.double())
@@ -107,10 +107,10 @@ class PureBatchNorm(_BatchNorm):
         alike = input.dtype == mean.dtype and (not self.affine or self.weight.dtype == mean.dtype)
         return alike and self.momentum is not None and self.pooled_count is None
 
-    def _normalise(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _normalise(self, input: Tensor, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the output, and the mean and the unbiased variance of the batch."""
-        old: Any = self.running_mean  # with the lanes of everything: what is written in place needs them
-        mean, var = torch.zeros_like(old), torch.ones_like(old)
+        # like a buffer, with the lanes of everything: what is written in place needs them
+        mean, var = torch.zeros_like(like), torch.ones_like(like)
         return self._apply_to(input, mean, var, 1.0), mean, var
 
     def _apply_to(self, input: Tensor, mean: Tensor | None, var: Tensor | None, momentum: float) -> Tensor:
@@ -125,20 +125,21 @@ class PureBatchNorm(_BatchNorm):
         """
         own: Any = self  # whose buffers are all there
         own._check_input_dim(input)
-        output, batch_mean, batch_var = self._normalise(input)
+        output, batch_mean, batch_var = self._normalise(input, own.pooled_mean)
         size = input.numel() / batch_mean.numel()
         total = own.pooled_count + size
         apart = batch_mean - own.pooled_mean
         mean = own.pooled_mean + apart * (size / total)
         m2 = own.pooled_m2 + batch_var * (size - 1) + apart.square() * (own.pooled_count * size / total)
+        start_mean, start_var = own.pooled_start_mean.to(mean.dtype), own.pooled_start_var.to(mean.dtype)
         factor = own.momentum
         if isinstance(own.pooled_start_batches, Tensor):
             batches = own.pooled_start_batches + 1
             factor = (1.0 / batches.double()).to(mean.dtype) if factor is None else factor
             own.num_batches_tracked.copy_(batches)
         for old, new in (
-            (own.running_mean, (1 - factor) * own.pooled_start_mean + factor * mean),
-            (own.running_var, (1 - factor) * own.pooled_start_var + factor * (m2 / (total - 1))),
+            (own.running_mean, (1 - factor) * start_mean + factor * mean),
+            (own.running_var, (1 - factor) * start_var + factor * (m2 / (total - 1))),
             (own.pooled_count, total),
             (own.pooled_mean, mean),
             (own.pooled_m2, m2),

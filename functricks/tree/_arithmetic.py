@@ -31,8 +31,12 @@ def zeros_like(tree: Tree, dtype: torch.dtype | None = None) -> Tree:
 
 
 def cast(tree: Tree, dtype: torch.dtype) -> Tree:
-    """Cast the floating-point leaves; others pass."""
-    return map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, tree)
+    """Cast the floating-point leaves; others pass, and so does what is no tensor (the name of a task in a batch)."""
+
+    def one(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return map(one, tree)
 
 
 def wide(tree: Tree) -> Tree:
