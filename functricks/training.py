@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from functricks import tree
+from functricks.gradients._gradient import check_grad_fn
 from functricks.precision import LossScale
 from functricks.transforms import apply_updates
-from functricks.transforms.base import check_integer, counter
+from functricks.transforms.base import check_integer, check_transform, counter
 from functricks.types import Batch, Carry, GradFn, Params, StepInfo, TrainState, TrainStep, Transform
 
 __all__ = ["train_step"]
@@ -45,6 +46,10 @@ def train_step(
     ``update(state, batch) -> (state, StepInfo)``. Both are pure. Under ``vmap`` each lane skips for itself: a diverged
     run never touches its neighbours. ``StepInfo.grad_norm`` is the norm before clipping, float64.
 
+    Parameters that require grad (an ``nn.Parameter``) make the state remember how it came about, step after step, for
+    a derivative through training; without that, start from ``functional(model).params``, or train under
+    ``torch.no_grad()``.
+
     >>> from functricks import gradient, sgd
     >>> step = train_step(gradient(lambda params, x: (params["w"] * x).mean()), sgd(0.1))
     >>> state = step.init({"w": torch.tensor(1.0)})
@@ -52,6 +57,8 @@ def train_step(
     >>> state.params, state.step, info.applied
     ({'w': tensor(0.8000)}, tensor(1), tensor(True))
     """
+    check_grad_fn("train_step", grad_fn)
+    check_transform("train_step: optimizer", optimizer)
     if loss_scale is not None and not isinstance(loss_scale, LossScale):
         raise TypeError(f"train_step: loss_scale must be a LossScale, got {loss_scale!r}")
     if freeze_nonfinite is not None:

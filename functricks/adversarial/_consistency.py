@@ -12,6 +12,7 @@ from functricks import tree
 from functricks.adversarial._geometry import Norm, check_norm, check_steps, masked, random_point, step
 from functricks.adversarial._parameters import Key, Mask, Probe
 from functricks.gradients import gradient
+from functricks.gradients._gradient import check_grad_fn
 from functricks.transforms.base import check_number
 from functricks.types import Batch, Carry, GradFn, Gradient, Loss, Number, Params
 
@@ -58,6 +59,7 @@ def vat(
 
     ``loss`` is that of ``grad_fn``; ``metrics["vat_loss"]`` is the divergence.
     """
+    check_grad_fn("vat", grad_fn)
     check_number("vat: epsilon", epsilon, minimum=0.0)
     check_number("vat: weight", weight, minimum=0.0)
     check_number("vat: xi", xi, minimum=0.0)

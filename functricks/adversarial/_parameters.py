@@ -19,6 +19,7 @@ from functricks.adversarial._geometry import (
     random_point,
     step,
 )
+from functricks.gradients._gradient import check_grad_fn
 from functricks.gradients._loop import repeat
 from functricks.transforms.base import check_number
 from functricks.types import Batch, Carry, GradFn, Gradient, Grads, Number, Params
@@ -69,6 +70,7 @@ def fgm(
     >>> attacked({"head": torch.tensor(1.0), "emb": torch.tensor(2.0)}, ()).grads
     {'head': tensor(26.), 'emb': tensor(10.)}
     """
+    check_grad_fn("fgm", grad_fn)
     check_number("fgm: epsilon", epsilon, minimum=0.0)
     aim = _aim("fgm", where, probe, norm, mask)
 
@@ -127,6 +129,7 @@ def pgd(
     >>> attacked({"head": torch.tensor(1.0), "emb": torch.tensor(2.0)}, ()).grads
     {'head': tensor(20.5000), 'emb': tensor(9.)}
     """
+    check_grad_fn("pgd", grad_fn)
     check_number("pgd: epsilon", epsilon, minimum=0.0)
     check_number("pgd: step_size", step_size, minimum=0.0)
     check_steps("pgd", steps)
@@ -196,6 +199,7 @@ def free_lb(
     >>> attacked({"head": torch.tensor(1.0), "emb": torch.tensor(2.0)}, ()).grads
     {'head': tensor(13.), 'emb': tensor(5.)}
     """
+    check_grad_fn("free_lb", grad_fn)
     check_number("free_lb: epsilon", epsilon, minimum=0.0)
     check_number("free_lb: step_size", step_size, minimum=0.0)
     check_steps("free_lb", steps)
@@ -245,6 +249,7 @@ def sam(grad_fn: GradFn, rho: Number = 0.05, *, where: tree.Where | None = None)
     >>> sam(gradient(lambda params, _: params["w"].square()), 0.5)({"w": torch.tensor(1.0)}, ()).grads
     {'w': tensor(3.)}
     """
+    check_grad_fn("sam", grad_fn)
     check_number("sam: rho", rho, minimum=0.0)
 
     def moves(params: Params, grads: Grads) -> dict[str, Tensor]:
@@ -275,6 +280,7 @@ def awp(grad_fn: GradFn, gamma: Number = 0.01, *, where: tree.Where | None = Non
     >>> awp(gradient(lambda params, _: params["w"].square()), 0.5, where="w")({"w": torch.tensor(2.0)}, ()).grads
     {'w': tensor(6.)}
     """
+    check_grad_fn("awp", grad_fn)
     check_number("awp: gamma", gamma, minimum=0.0)
 
     def moves(params: Params, grads: Grads) -> dict[str, Tensor]:

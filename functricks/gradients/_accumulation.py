@@ -9,6 +9,7 @@ from torch import Tensor
 
 from functricks import tree
 from functricks.gradients._batch_norm import pool, unpool
+from functricks.gradients._gradient import check_grad_fn
 from functricks.gradients._loop import fold
 from functricks.types import Batch, Carry, GradFn, Gradient, Number, Params
 
@@ -67,6 +68,7 @@ def accumulate(
     >>> accumulate(grad_fn, 2)({"w": torch.tensor(1.0)}, torch.tensor([1.0, 4.0, 4.0])).grads["w"]
     tensor(3.)
     """
+    check_grad_fn("accumulate", grad_fn)
     if (micro_batches is None) == (micro_batch_size is None):
         raise ValueError("accumulate: give exactly one of micro_batches and micro_batch_size")
     given = micro_batches if micro_batch_size is None else micro_batch_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -49,8 +50,9 @@ def gradient(
     instead of the mean, so a batch without valid elements, or without rows, has a zero gradient and a zero loss. A leaf
     that the loss does not use has a zero gradient.
 
-    Raises ``ValueError`` when a parameter is not floating point, when the loss is neither a ``Loss`` nor 0-d, when its
-    values and weights differ in shape, when the leaves of the batch differ in length under a 0-d loss, and with
+    Raises ``TypeError`` when ``loss_fn`` cannot be called as ``has_carry`` says, or a metric is no 0-d tensor;
+    ``ValueError`` when a parameter is not floating point, when the loss is neither a ``Loss`` nor 0-d, when its values
+    and weights differ in shape, when the leaves of the batch differ in length under a 0-d loss, and with
     ``backend="autograd"`` when the result would silently lose a derivative.
 
     >>> import torch
@@ -60,6 +62,7 @@ def gradient(
     """
     if backend not in ("func", "autograd"):
         raise ValueError(f"gradient: backend must be 'func' or 'autograd', got {backend!r}")
+    _check_loss_fn(loss_fn, has_carry)
     differentiate = _by_func if backend == "func" else _by_autograd
 
     def grad_fn(params: Params, batch: Batch, carry: Carry = (), *, scale: Number | None = None) -> Gradient:
@@ -80,6 +83,46 @@ def gradient(
     return grad_fn
 
 
+def _signature(function: Any) -> inspect.Signature | None:
+    """Return how a function may be called; None where it does not tell, or while compiling."""
+    if torch.compiler.is_compiling() or not callable(function):
+        return None
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin
+        return None
+
+
+def _check_loss_fn(loss_fn: Any, has_carry: bool) -> None:
+    """Raise where the loss function is named, and not when it is called, deep inside a transform."""
+    if not callable(loss_fn):
+        raise TypeError(f"gradient: loss_fn must be a function, got {type(loss_fn).__name__}")
+    signature = _signature(loss_fn)
+    if signature is None:
+        return
+    called = ("params", "batch", *(["carry"] if has_carry else []))
+    try:
+        signature.bind(*called)
+    except TypeError as error:
+        raise TypeError(
+            f"gradient: with has_carry={has_carry} the loss function is called as ({', '.join(called)}), "
+            f"but it takes {signature}; see has_carry"
+        ) from error
+
+
+def check_grad_fn(name: str, grad_fn: Any) -> None:
+    """Raise unless this can be a gradient function: the loss function itself is a likely mistake."""
+    signature = _signature(grad_fn)
+    kinds = {} if signature is None else {one.name: one.kind for one in signature.parameters.values()}
+    takes_scale = signature is None or "scale" in kinds or inspect.Parameter.VAR_KEYWORD in kinds.values()
+    if not callable(grad_fn) or not takes_scale:
+        got = f"{type(grad_fn).__name__}{'' if signature is None else f' {signature}'}"
+        raise TypeError(
+            f"{name}: grad_fn must be a gradient function, (params, batch, carry, *, scale) -> Gradient, got a {got}; "
+            "gradient(loss_fn) makes one"
+        )
+
+
 def _wide(tensor: Tensor) -> torch.dtype:
     return tree.compute_dtype(tensor.dtype)
 
@@ -89,15 +132,31 @@ def _evaluate(
 ) -> _Evaluated:
     """Call the loss function and sort its answer."""
     out = loss_fn(params, batch, carry) if has_carry else loss_fn(params, batch)
-    parts = tuple(out) if has_carry or has_metrics else (out,)
+    # a Loss is itself a tuple of two
+    parts = tuple(out) if isinstance(out, (tuple, list)) and not isinstance(out, Loss) else (out,)
     expected = 1 + has_carry + has_metrics
     if len(parts) != expected:
         raise ValueError(
             f"gradient: with has_carry={has_carry}, has_metrics={has_metrics} the loss function must return "
-            f"{expected} values, got {len(parts)}"
+            f"{expected} value{'s' * (expected > 1)}, got {len(parts)}"
         )
+    if has_metrics:
+        _check_metrics(parts[-1])
     mean, weight = mean_and_weight(parts[0], batch)
     return _Evaluated(mean, weight, parts[1] if has_carry else carry, parts[-1] if has_metrics else {})
+
+
+def _check_metrics(metrics: Any) -> None:
+    wrong: Any = {}
+    if isinstance(metrics, dict):
+        wrong = {name: value for name, value in metrics.items() if not isinstance(value, Tensor) or value.ndim}
+    if not isinstance(metrics, dict) or wrong:
+        got = ", ".join(f"{name!r}: {_described(value)}" for name, value in wrong.items()) or _described(metrics)
+        raise TypeError(f"gradient: metrics must be a dict of 0-d tensors, got {got}")
+
+
+def _described(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def mean_and_weight(
@@ -124,8 +183,7 @@ def mean_and_weight(
         total = loss.values.sum(dtype=wide)
         return (total / tree.or_one(weight)).to(wide), weight
     if not isinstance(loss, Tensor) or loss.ndim != 0:
-        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(f"{name}: {what} must return a Loss or a 0-d tensor, got {got}")
+        raise ValueError(f"{name}: {what} must return a Loss or a 0-d tensor, got {_described(loss)}")
     length = _batch_length(batch, name, items)
     if not length:  # the mean of nothing is NaN
         loss = torch.where(torch.ones_like(loss, dtype=torch.bool), 0.0, loss) if graph else torch.zeros_like(loss)

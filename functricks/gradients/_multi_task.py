@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from functricks import random, tree
+from functricks.gradients._gradient import check_grad_fn
 from functricks.transforms.base import check_number
 from functricks.types import Batch, Carry, GradFn, Gradient, Grads, Number, Params
 
@@ -191,6 +192,8 @@ def _gram(columns: list[list[Tensor]]) -> Tensor:
 def _check(grad_fns: Mapping[str, GradFn], weights: Weights, conflicts: str) -> None:
     if not grad_fns:
         raise ValueError("multi_task: needs at least one task")
+    for name, grad_fn in grad_fns.items():
+        check_grad_fn(f"multi_task: {name}", grad_fn)
     if conflicts not in ("keep", "project"):
         raise ValueError(f"multi_task: conflicts must be 'keep' or 'project', got {conflicts!r}")
     if weights is None or isinstance(weights, str):
