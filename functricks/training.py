@@ -46,6 +46,10 @@ def train_step(
     ``update(state, batch) -> (state, StepInfo)``. Both are pure. Under ``vmap`` each lane skips for itself: a diverged
     run never touches its neighbours. ``StepInfo.grad_norm`` is the norm before clipping, float64.
 
+    Parameters that require grad (an ``nn.Parameter``) make the state remember how it came about, step after step, for
+    a derivative through training; without that, start from ``functional(model).params``, or train under
+    ``torch.no_grad()``.
+
     >>> from functricks import gradient, sgd
     >>> step = train_step(gradient(lambda params, x: (params["w"] * x).mean()), sgd(0.1))
     >>> state = step.init({"w": torch.tensor(1.0)})

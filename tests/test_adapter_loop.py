@@ -781,6 +781,7 @@ def test_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
         ({"accumulate": 1.5}, ValueError, "Loop: accumulate must be"),
         ({"clip": -1.0}, ValueError, "Loop: clip must be >= 0"),
         ({"clip": "1"}, TypeError, "Loop: clip must be a number"),
+        ({"clip": ft.clip_by_value}, TypeError, "Loop: clip must be a number or a transform, as of clip_by_value"),
         ({"ema": 1.5}, ValueError, "Loop: ema must be <= 1"),
         ({"adversarial": 0.5}, TypeError, r"Loop: adversarial must be an adapter.FGM or adapter.PGD, got 0.5"),
     ],

@@ -227,6 +227,8 @@ def test_errors() -> None:
     ):
         with pytest.raises(ValueError, match=text):
             attack(lambda x: x.sum(), x, **options)
+    with pytest.raises(ValueError, match=r"loss_of_input must return a 0-d tensor, got shape \(2,\); sum it over"):
+        attack(lambda x: x.sum(1), x, epsilon=1.0)
 
 
 # --- a digits model: what adversarial training is for ----------------------------------------------------------------

@@ -703,3 +703,61 @@ def test_parameters_must_be_floating_point(backend: Any) -> None:
 def test_a_loss_whose_weights_would_broadcast_raises() -> None:
     with pytest.raises(ValueError, match=r"the same shape, got \(4, 2\) and \(4, 1\); expand the weights"):
         gradient(lambda p, x: Loss(p * x, torch.ones(4, 1)))(torch.tensor(1.0), torch.ones(4, 2))
+
+
+# --- likely mistakes are named where they are made -------------------------------------------------------------------
+
+
+def test_a_loss_function_of_another_form_is_named() -> None:
+    with pytest.raises(TypeError, match=r"has_carry=False the loss function is called as \(params, batch\), but"):
+        gradient(lambda params, batch, carry: (params, carry))
+    with pytest.raises(TypeError, match=r"has_carry=True the loss function is called as \(params, batch, carry\)"):
+        gradient(lambda params, batch: params, has_carry=True)
+    with pytest.raises(TypeError, match="loss_fn must be a function, got Tensor"):
+        gradient(torch.ones(()))  # type: ignore[arg-type]  # the mistake
+    gradient(lambda params, batch, more=1: params["w"])  # what has a default may be there
+    gradient(lambda *anything: anything[0]["w"], has_carry=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrap"),
+    [
+        ("accumulate", lambda loss: accumulate(loss, 2)),
+        ("fgm", lambda loss: F.fgm(loss, where="*")),
+        ("pgd", lambda loss: F.pgd(loss, where="*")),
+        ("free_lb", lambda loss: F.free_lb(loss, where="*")),
+        ("sam", F.sam),
+        ("awp", F.awp),
+        ("vat", lambda loss: F.vat(loss, loss, probe=loss, key=F.random.key(0))),
+        ("multi_task: a", lambda loss: F.multi_task({"a": loss})),
+        ("train_step", lambda loss: F.train_step(loss, F.sgd(0.1))),
+    ],
+)
+def test_a_loss_function_is_no_gradient_function(name: str, wrap: Callable[[Any], Any]) -> None:
+    with pytest.raises(TypeError, match=rf"{name}: grad_fn must be a gradient function, .* a function .*gradient\("):
+        wrap(lambda params, batch: params["w"])
+    with pytest.raises(TypeError, match=f"{name}: grad_fn must be a gradient function, .* got a Transform"):
+        wrap(F.sgd(0.1))
+    wrap(gradient(lambda params, batch: params["w"]))
+    wrap(lambda params, batch, carry=(), **more: gradient(lambda params, batch: params["w"])(params, batch))
+
+
+@pytest.mark.parametrize(
+    ("metrics", "got"),
+    [
+        ({"share": 0.5}, "'share': float"),
+        ({"rows": torch.ones(3), "fine": torch.ones(())}, r"'rows': a tensor of shape \(3,\)"),
+        (torch.ones(()), r"a tensor of shape \(\)"),
+    ],
+)
+def test_metrics_are_a_dict_of_0d_tensors(metrics: Any, got: str) -> None:
+    grad_fn = gradient(lambda params, batch: (params["w"], metrics), has_metrics=True)
+    with pytest.raises(TypeError, match=f"metrics must be a dict of 0-d tensors, got {got}$"):
+        grad_fn({"w": torch.ones(())}, ())
+
+
+def test_a_loss_alone_is_no_pair_of_loss_and_metrics() -> None:
+    """Though a Loss is a tuple of two."""
+    grad_fn = gradient(lambda params, batch: Loss(params["w"], torch.ones(())), has_metrics=True)
+    with pytest.raises(ValueError, match="must return 2 values, got 1"):
+        grad_fn({"w": torch.ones(())}, ())

@@ -549,6 +549,20 @@ def test_supervised(net: Net, batch: tuple[Tensor, Tensor]) -> None:
     torch.testing.assert_close(eval_loss.mean(), F.cross_entropy(expected, batch[1]))
 
 
+def test_supervised_names_what_does_not_fit(net: Net, batch: tuple[Tensor, Tensor]) -> None:
+    with pytest.raises(TypeError, match=r"model must be a Functional, as of functional\(model\), got Net"):
+        supervised(net, cross_entropy)  # type: ignore[arg-type]  # the mistake
+    model = functional(net)
+    loss_fn = supervised(model, cross_entropy)
+    with pytest.raises(TypeError, match=r"carry must be a SupervisedCarry, got tuple; start with supervised_carry"):
+        loss_fn(model.params, batch, ())
+    carry = supervised_carry(model, random.key(7))
+    with pytest.raises(TypeError, match=r"must be a pair \(inputs, targets\), got a dict with 'x', 'y'; see its"):
+        loss_fn(model.params, {"x": batch[0], "y": batch[1]}, carry)
+    with pytest.raises(TypeError, match=r"must be a pair \(inputs, targets\), got Tensor"):
+        loss_fn(model.params, batch[0], carry)
+
+
 def test_accuracy_leaves_out_what_is_ignored() -> None:
     model = functional(nn.Identity())
     loss_fn = supervised(model, lambda output, targets: output.sum())

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import parity
-from functricks import gradient, losses, sgd
+from functricks import gradient, losses, sam, sgd
 from parity import __main__ as command
-from parity import accumulation, compositions, harness, speed, speed_lanes, tasks, timing
+from parity import accumulation, compositions, harness, matrix, speed, speed_lanes, tasks, timing
 from parity.faults import __main__ as faults_command
 from parity.faults.registry import faults, markdown
 from parity.harness import Run, Technique, measure
@@ -251,6 +251,45 @@ def test_only_takes_globs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     with pytest.raises(SystemExit, match="2"):
         command.main(["--only", "nothing"])
     assert "--only 'nothing' names nothing; have: same; other" in capsys.readouterr().err
+
+
+# --- the matrix ------------------------------------------------------------------------------------------------------
+
+
+def test_matrix_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert matrix.main(["--json", "--only", "lion"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["column"] for row in rows] == list(matrix.COLUMNS)
+    for row in rows:
+        assert list(row) == ["technique", "column", "ok", "reason"]
+        assert (row["technique"], row["ok"]) == ("lion", True)
+    assert [row["reason"] for row in rows] == ["", "", "", "its derivative jumps", ""]
+
+
+def test_every_technique_is_the_same_in_a_classic_loop() -> None:
+    ran = set()
+    for name, make in matrix.entries().items():
+        check = make().adapter
+        if not isinstance(check, str):
+            check()
+            ran.add(name)
+    assert {"adamw", "fgm", "pgd", "accumulate", "focal_loss", "cosine_annealing", "join"} <= ran
+    assert len(ran) > 90
+
+
+def test_a_cell_that_is_off_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    entry = matrix.entries()["softmax"]()
+    off = partial(matrix.gradient_in_loop, lambda grad_fn: sam(grad_fn, 0.5), None, [5])
+    calls = iter(range(1000))
+    drifts = entry.case._replace(function=lambda numbers, inputs: inputs[0] * next(calls))
+    broken = entry._replace(case=drifts, at_zero=drifts, adapter=off)
+    monkeypatch.setattr(matrix, "entries", lambda: {"softmax": lambda: broken})
+    assert matrix.main([]) == 1
+    shown = capsys.readouterr()
+    assert "1 of 5 cells are ok" in shown.out
+    for column in ("pure", "vmap", "hyper-gradient"):
+        assert f"softmax, {column}: AssertionError" in shown.err
+    assert "softmax, adapter: AssertionError: ['0.weight']: displacement off by" in shown.err
 
 
 # --- speed -----------------------------------------------------------------------------------------------------------

@@ -354,3 +354,8 @@ def test_a_step_alone_compiles_whole_and_once() -> None:
         ours, expected = compiled(ours, batch(i))[0], step.update(expected, batch(i))[0]
     assert_run_close(ours.params, expected.params, mlp(0))
     assert counter.frame_count == 1
+
+
+def test_a_maker_is_no_optimizer() -> None:
+    with pytest.raises(TypeError, match="train_step: optimizer must be a Transform, got <function adamw"):
+        train_step(gradient(lambda params, batch: params["w"]), F.adamw)  # type: ignore[arg-type]  # the mistake

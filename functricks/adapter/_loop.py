@@ -128,6 +128,9 @@ class Loop:
             raise TypeError(f"Loop: adversarial must be an adapter.FGM or adapter.PGD, got {adversarial!r}")
         if adversarial is not None and unwrapped(adversarial.model) is not unwrapped(model):
             raise ValueError("Loop: adversarial attacks another model; make it of the one that the loop trains")
+        given: Any = clip
+        if callable(given):
+            raise TypeError(f"Loop: clip must be a number or a transform, as of clip_by_value(1), got {clip!r}")
         if clip is not None and not isinstance(clip, Transform):
             check_number("Loop: clip", clip, minimum=0.0)
         self.model, self.loss_fn, self.optimizer, self.scheduler = model, loss_fn, optimizer, scheduler

@@ -59,7 +59,7 @@ def attack(
             instead of at ``x``.
         unroll: compile a loop without a scan, for those who differentiate through it.
 
-    Raises ``ValueError`` for numbers out of range, and a mask that does not fit.
+    Raises ``ValueError`` for numbers out of range, a loss with axes, and a mask that does not fit.
 
     Returns the moved input, detached from nothing: differentiate through it or not. Where a gradient is zero or not
     finite, nothing moves.
@@ -83,7 +83,16 @@ def attack(
         raise ValueError(f"attack: clamp must be (low, high) with low <= high, got {clamp!r}")
     length = step_size if step_size is not None else (epsilon if steps == 1 else 2.5 * epsilon / steps)
     length = -length if targeted else length
-    gradient_of = gradient(lambda x, _: loss_of_input(x))
+
+    def loss_fn(x: Tensor, _: Any) -> Any:
+        loss: Any = loss_of_input(x)
+        if isinstance(loss, Tensor) and loss.ndim:
+            raise ValueError(
+                f"attack: loss_of_input must return a 0-d tensor, got shape {tuple(loss.shape)}; sum it over examples"
+            )
+        return loss
+
+    gradient_of = gradient(loss_fn)
 
     def ascend(moved: Tensor, _: Any) -> Tensor:
         slope = masked({"": gradient_of(moved, ()).grads}, mask)

@@ -46,7 +46,7 @@ def gradient(
     Raises ``ValueError`` when a parameter is not floating point, when the loss is neither a ``Loss`` nor 0-d, when its
     values and weights differ in shape, when the leaves of the batch differ in length under a 0-d loss, and with
     ``backend="autograd"`` when the result would silently lose a derivative. Raises ``ValueError`` or ``TypeError`` when
-    the loss function does not return what the flags say, or its carry or metrics hold something else.
+    the loss function does not take or return what the flags say, or its carry or metrics hold something else.
 
     >>> import torch
     >>> grad_fn = gradient(lambda params, batch: (params["w"] * batch).square().mean())
@@ -55,6 +55,7 @@ def gradient(
     """
     if backend not in ("func", "autograd"):
         raise ValueError(f"gradient: backend must be 'func' or 'autograd', got {backend!r}")
+    _check_loss_fn(loss_fn, has_carry)
     differentiate = _by_func if backend == "func" else _by_autograd
 
     def grad_fn(params: Params, batch: Batch, carry: Carry = (), *, scale: Number | None = None) -> Gradient:
@@ -74,6 +75,26 @@ def gradient(
         return Gradient(grads, done.mean, done.weight, done.carry if has_carry else carry, done.metrics)
 
     return grad_fn
+
+
+def _check_loss_fn(loss_fn: Any, has_carry: bool) -> None:
+    """Raise where the loss function is named, and not when it is called, deep inside a transform."""
+    if torch.compiler.is_compiling():
+        return
+    if not callable(loss_fn):
+        raise TypeError(f"gradient: loss_fn must be a function, got {type(loss_fn).__name__}")
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):  # a builtin does not tell
+        return
+    called = ("params", "batch", *(["carry"] if has_carry else []))
+    try:
+        signature.bind(*called)
+    except TypeError as error:
+        raise TypeError(
+            f"gradient: with has_carry={has_carry} the loss function is called as ({', '.join(called)}), "
+            f"but it takes {signature}; see has_carry"
+        ) from error
 
 
 def check_grad_fn(name: str, given: Any) -> None:

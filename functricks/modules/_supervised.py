@@ -68,11 +68,36 @@ def supervised(
     >>> loss, carry, metrics = loss_fn(model.params, batch, supervised_carry(model, random.key(0)))
     >>> loss.values.shape, list(metrics), carry.key.tolist() == [0, 0]
     (torch.Size([4]), ['accuracy'], False)
+
+    A batch of another form, such as a dict, takes a loss function of its own; this is all that there is to it:
+
+    >>> def of_dict(params, batch, carry):
+    ...     following, key = random.split(carry.key).unbind()
+    ...     logits, buffers = model.apply(params, carry.buffers, batch["inputs"], key=key)
+    ...     return cross_entropy(logits, batch["labels"]), SupervisedCarry(buffers, following), {}
+    >>> dict_batch = {"inputs": batch[0], "labels": batch[1]}
+    >>> again, _, _ = of_dict(model.params, dict_batch, supervised_carry(model, random.key(0)))
+    >>> torch.equal(again.values, loss.values)
+    True
+
+    Raises ``TypeError`` for a module in place of a :class:`~functricks.Functional`, a batch that is no pair, and a
+    carry that is no :class:`SupervisedCarry`.
     """
+
+    if not isinstance(model, Functional):
+        raise TypeError(f"supervised: model must be a Functional, as of functional(model), got {type(model).__name__}")
 
     def loss_fn(
         params: Params, batch: Batch, carry: SupervisedCarry
     ) -> tuple[Loss | Tensor, SupervisedCarry, dict[str, Tensor]]:
+        if not isinstance(carry, SupervisedCarry):
+            raise TypeError(
+                f"supervised: the carry must be a SupervisedCarry, got {type(carry).__name__}; start with "
+                "supervised_carry(model, key): step.init(params, carry)"
+            )
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            got = f"a dict with {', '.join(map(repr, batch))}" if isinstance(batch, dict) else type(batch).__name__
+            raise TypeError(f"supervised: a batch must be a pair (inputs, targets), got {got}; see its documentation")
         inputs, targets = batch
         following, key = random.split(carry.key).unbind()
         output, buffers = model.apply(params, carry.buffers, inputs, key=key, train=train, dropout=dropout)

@@ -38,7 +38,7 @@ def _check_tree(tree: Any) -> None:
     if not isinstance(tree, (*_KNOWN, str)) and (hasattr(tree, "__iter__") or hasattr(tree, "named_parameters")):
         raise TypeError(
             f"tree: must be a tensor or a dict, tuple or list of tensors, got {type(tree).__name__}; "
-            "dict(model.named_parameters()) has names as well"
+            "functricks.functional(model).params are a module's, as a dict by name"
         )
 
 
