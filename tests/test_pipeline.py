@@ -21,10 +21,12 @@ from functricks import (
     accumulate,
     adamw,
     autocast,
+    awp,
     chain,
     clip_by_global_norm,
     dynamic_loss_scale,
     fgm,
+    free_lb,
     gradient,
     losses,
     multi_task,
@@ -34,6 +36,7 @@ from functricks import (
     sgd,
     train_step,
     tree,
+    vat,
 )
 
 FEATURES, HIDDEN, CLASSES, ROWS = 4, 5, 3, 9
@@ -376,7 +379,10 @@ def test_every_pair_and_triple_is_here() -> None:
         ("accumulate", lambda f: accumulate(f, 2)),
         ("fgm", lambda f: fgm(f, where="w")),
         ("pgd", lambda f: pgd(f, where="w")),
+        ("free_lb", lambda f: free_lb(f, where="w")),
         ("sam", sam),
+        ("awp", awp),
+        ("vat", lambda f: vat(f, lambda *_: None, probe=lambda *_: None, key=random.key(0))),
         ("multi_task: task 'a'", lambda f: multi_task({"a": f})),
         ("train_step", lambda f: train_step(f, sgd(0.1))),
     ],
