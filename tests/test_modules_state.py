@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -139,6 +141,33 @@ def test_a_buffer_that_is_a_parameter_is_one_value() -> None:
     assert (list(models.params), list(models.buffers)) == (["w"], [])
 
 
+class Closures(nn.Module):
+    """Calls itself through functions that hold it, and through a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.seen: list[Tensor] = []
+        first = self.a.forward
+        self.heads = {"b": lambda x: self.b(first(x))}
+        self.a.register_forward_hook(lambda module, args, output: self.seen.append(output))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.clear()
+        return self.heads["b"](x) + self.a(x).sum() + self.seen[0].sum()
+
+
+def test_functions_that_hold_the_module_hold_the_copy() -> None:
+    module, x = Closures(), batch()
+    expected = module(x)
+    model = functional(module)
+    assert_same(model.apply(model.params, {}, x)[0], expected)
+    assert len(module.seen) == 1  # that of its own call
+    slopes = grad(lambda p: model.apply(p, {}, x)[0].sum())(model.params)
+    wanted = dict(zip(model.params, torch.autograd.grad(expected.sum(), list(module.parameters())), strict=True))
+    assert_same(slopes, wanted)
+
+
 # --- values where apply cannot follow them ---------------------------------------------------------------------------
 
 
@@ -150,7 +179,8 @@ class Odd(nn.Module):
         self.fc = nn.Linear(4, 4)
         self.register_buffer("state", torch.ones(4))
         self.register_buffer("empty", None)
-        self.listed = [self.fc.weight]
+        self.listed, weight = [self.fc.weight], self.fc.weight
+        self.held = lambda: weight * 2
         self.act = act
 
     def forward(self, x: Tensor) -> Tensor:
@@ -197,6 +227,10 @@ def read_list(module: Odd) -> None:
     module.listed[0] * 2
 
 
+def read_closure(module: Odd) -> None:
+    module.held()
+
+
 LEAKS: list[tuple[Callable[[Any], None], str]] = [
     (clamp, "forward writes to the parameter 'fc.weight'"),
     (clamp_data, "forward writes to the parameter 'fc.weight'"),
@@ -207,6 +241,7 @@ LEAKS: list[tuple[Callable[[Any], None], str]] = [
     (delete, "forward takes the buffer 'state' away"),
     (take, "forward takes the buffer 'state' away"),
     (read_list, "forward reads 'fc.weight' from a list"),
+    (read_closure, "forward reads 'fc.weight' from a list"),
 ]
 
 
@@ -246,6 +281,42 @@ def test_a_deleted_buffer_leaves_no_value_of_the_call_behind() -> None:
     model.apply(model.params, model.buffers, x)
     calls.clear()
     assert_same(model.apply(model.params, model.buffers, x), expected)
+
+
+def test_a_call_within_the_first_call() -> None:
+    calls: list[Tensor] = []
+
+    def again(y: Tensor) -> Tensor:
+        if not calls:
+            calls.append(y)
+            calls.append(model.apply({n: p * 2 for n, p in model.params.items()}, {}, x, key=random.key(1))[0])
+        return y
+
+    net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 3))
+    x = batch()
+    model = functional(net, intervene={"1": again})
+    plain = functional(net)
+    assert_same(
+        model.apply(model.params, {}, x, key=random.key(0)), plain.apply(model.params, {}, x, key=random.key(0))
+    )
+    doubled = {n: p * 2 for n, p in model.params.items()}
+    assert_same(calls[1], plain.apply(doubled, {}, x, key=random.key(1))[0])
+
+
+def test_first_calls_of_several_threads() -> None:
+    x = batch()
+    model = functional(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4)))
+    keys = random.split(random.key(0), 8)
+    start = threading.Barrier(len(keys))
+
+    def call(key: Tensor) -> Any:
+        start.wait()
+        return model.apply(model.params, model.buffers, x, key=key)
+
+    with ThreadPoolExecutor(len(keys)) as pool:
+        together = list(pool.map(call, keys))
+    for key, found in zip(keys, together, strict=True):
+        assert_same(found, model.apply(model.params, model.buffers, x, key=key))
 
 
 def test_torch_script_is_named() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import threading
 import zlib
@@ -22,7 +21,7 @@ from functricks import random, tree
 from functricks.modules._functions import AtSite, KeyedFunctions, Site, Watch, draws_by_function, of_torch
 from functricks.modules._hooks import Plan, Replace, Select, Taps
 from functricks.modules._keyed import Keyed, Rate
-from functricks.modules._leaks import FirstCall, unplace
+from functricks.modules._leaks import FirstCall, private
 from functricks.modules._pure import POOLED, PureBatchNorm, draws_unkeyed, join, purify, subtype, unwrapped
 
 Buffers: TypeAlias = dict[str, Tensor]
@@ -72,6 +71,7 @@ def functional(
     - ``dropout``: overrides the rate of every dropout: a number in [0, 1], a 0-d tensor (which may be batched by
       ``vmap``), or a dict from globs on the modules' paths to these, the last match counting. 0 is exactly no dropout.
     - ``probes``: ``{site: tensor}``, each added to the activation at that site; its gradient is the activation's.
+    - all else is for ``forward``, whose own arguments of these names are passed by position.
 
     Forward hooks, forward pre-hooks and full backward hooks become values. A *site* is where an activation passes:
     ``"fc1"`` is what the module ``fc1`` returns, ``"fc1:input"`` its positional arguments (the one, or the tuple), and
@@ -148,7 +148,7 @@ def functional(
     # to be traced.
     recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
     calls = {
-        (train, traced): _Call(copy.deepcopy(model, dict(memo)), names, train, traced, made)
+        (train, traced): _Call(private(model, memo, names), names, train, traced, made)
         for train in (None, True, False)
         for traced in ((False, True) if recurrent else (False,))
     }
@@ -236,7 +236,6 @@ class _Call:
             self.renormed.append(names[id(module.weight)])
         if self.strict and draws_unkeyed(module):
             self.unkeyed.append(path)
-        unplace(module, names)
         purify(module, path, traced=self.traced)
         (self.read if isinstance(module, PureBatchNorm) and not module.training else self.written).extend(buffers)
         for slot, name in buffers:
@@ -271,8 +270,6 @@ class _Call:
             _check_key(self.title, key)
         if self.renormed:
             params = {**params, **{name: params[name].clone() for name in self.renormed}}
-        first = None if torch.compiler.is_compiling() else self.first  # in this order: a trace would guard on it
-        before = None if first is None else first.record(params)
         values = {slot: params[name] for slot, name in self.params}
         values.update({slot: buffers[name] for slot, name in self.read})
         if self.written:
@@ -283,17 +280,34 @@ class _Call:
         rates = self.rates if dropout is None else self._overridden(dropout)
         if self.rates:
             values.update(self._draws(key, rates, dropout is not None))
+
+        def run() -> tuple[Any, Buffers]:
+            with self._functions(key, rates), _no_cache():
+                output = self.taps.run(probes, self._run, values, args, kwargs)
+            if not torch.compiler.is_compiling() and self.watching:  # in this order: a trace would guard on the flag
+                self.watching = False
+            new = {name: values[self.buffer_slots[name]] for name in own}
+            new.update({name: values.get(self.pooled_slots[name], buffer) for name, buffer in pooled.items()})
+            return output, new
+
         # The values sit in the copy while it runs, so that two threads must take turns; a trace has one thread.
-        turn = nullcontext() if torch.compiler.is_compiling() else self.turn
-        with turn, self._functions(key, rates), _no_cache():
-            output = self.taps.run(probes, self._run, values, args, kwargs)
-        if not torch.compiler.is_compiling() and self.watching:  # in this order: a trace would guard on the flag
-            self.watching = False
-        new = {name: values[self.buffer_slots[name]] for name in own}
-        new.update({name: values.get(self.pooled_slots[name], buffer) for name, buffer in pooled.items()})
-        if first is not None and before is not None:
+        if torch.compiler.is_compiling():
+            return run()
+        with self.turn:
+            return run() if self.first is None else self._first_call(run, params, values)
+
+    def _first_call(
+        self, run: Callable[[], tuple[Any, Buffers]], params: Mapping[str, Tensor], values: Mapping[str, Any]
+    ) -> tuple[Any, Buffers]:
+        """Look at what the first call leaves behind."""
+        first, self.first = cast(FirstCall, self.first), None  # a call within it finds the values of this one in place
+        try:
+            before = first.record(params)
+            output, new = run()
             first.check(self.module, before, {s: (params[name], values[s]) for s, name in self.params}, new)
-            self.first = None
+        except BaseException:
+            self.first = first
+            raise
         return output, new
 
     def _run(self, values: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

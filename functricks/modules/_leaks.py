@@ -6,7 +6,9 @@ look costs a copy of the parameters. One that it reads from a list beside the re
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -115,7 +117,7 @@ class _Before(NamedTuple):
         """Was it written to, as far as looking is possible? Its version misses what goes through ``.data``."""
         if _version(self.base) != self.version:
             return True
-        plain = type(self.base) in (Tensor, nn.Parameter) and not self.base.is_meta
+        plain = type(self.base) in (Tensor, nn.Parameter) and not self.base.is_meta and not self.base.is_sparse
         if not plain or torch._C._len_torch_dispatch_stack():
             return False  # no values, or none that may be read
         now = self.base.detach()
@@ -134,7 +136,7 @@ class Unplaced(Tensor):
         return made
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = _pytree.tree_leaves((args, kwargs))
         name = next((leaf.what for leaf in given if isinstance(leaf, cls)), "")
         raise ValueError(
@@ -143,12 +145,56 @@ class Unplaced(Tensor):
         )
 
 
-def unplace(module: nn.Module, names: Mapping[int, str]) -> None:
-    """Put these into a private copy; ``names`` are those of its parameters and buffers, by their ids."""
-    for attribute, value in list(vars(module).items()):
-        registered = attribute in ("_parameters", "_buffers", "_modules", "_flat_weights")  # an RNN renews the last
-        if not registered and any(id(leaf) in names for leaf in _pytree.tree_leaves(value)):
-            marked = _pytree.tree_map(
-                lambda leaf: Unplaced.named(names[id(leaf)]) if id(leaf) in names else leaf, value
-            )
-            vars(module)[attribute] = marked
+def private(model: nn.Module, memo: Mapping[int, Any], names: Mapping[int, str]) -> nn.Module:
+    """Return a deep copy in which nothing leads back to the model.
+
+    Functions are not copied, so that a lambda would still call the model that its closure holds; and an attribute such
+    as a list, which no call puts values into, would still hold placeholders.
+
+    Args:
+        model: what to copy.
+        memo: what to put in the place of what, as for :func:`copy.deepcopy`.
+        names: of the placeholders of parameters and buffers, by their ids.
+    """
+    copies = dict(memo)
+    made = copy.deepcopy(model, copies)
+
+    def local(leaf: Any, within: tuple[Any, ...] = ()) -> Any:
+        if id(leaf) in names:
+            return Unplaced.named(names[id(leaf)])
+        if isinstance(leaf, types.FunctionType) and leaf.__closure__ and leaf not in within:
+            return _rebound(leaf, lambda held: local(inside(held), (*within, leaf)))
+        return leaf
+
+    def inside(held: Any) -> Any:
+        if isinstance(held, types.MethodType) and id(held.__self__) in copies:
+            return types.MethodType(held.__func__, copies[id(held.__self__)])
+        return copies.get(id(held), held)
+
+    for module in made.modules():
+        for attribute, value in list(vars(module).items()):
+            if attribute in ("_parameters", "_buffers", "_modules", "_flat_weights"):  # an RNN renews the last
+                continue
+            leaves = _pytree.tree_leaves(value)
+            if any(local(leaf) is not leaf for leaf in leaves):
+                vars(module)[attribute] = _pytree.tree_map(local, value)
+    return made
+
+
+def _rebound(function: types.FunctionType, change: Callable[[Any], Any]) -> types.FunctionType:
+    """Return a function with other values in its closure, or itself where none changes."""
+    cells = []
+    for cell in function.__closure__ or ():
+        try:
+            new = change(cell.cell_contents)
+            cells.append(cell if new is cell.cell_contents else types.CellType(new))
+        except ValueError:  # an empty cell
+            cells.append(cell)
+    if all(new is old for new, old in zip(cells, function.__closure__ or (), strict=True)):
+        return function
+    made = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
+    )
+    made.__kwdefaults__, made.__qualname__ = function.__kwdefaults__, function.__qualname__
+    made.__dict__.update(function.__dict__)
+    return made
