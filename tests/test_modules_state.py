@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
+import types
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -166,6 +168,47 @@ def test_functions_that_hold_the_module_hold_the_copy() -> None:
     slopes = grad(lambda p: model.apply(p, {}, x)[0].sum())(model.params)
     wanted = dict(zip(model.params, torch.autograd.grad(expected.sum(), list(module.parameters())), strict=True))
     assert_same(slopes, wanted)
+
+
+class Rounded:
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        self.function = function
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.function(x).round(decimals=3) + self.function(x)
+
+
+def patched(kind: str) -> nn.Module:
+    """Replace the forward of a module, as libraries do to convert what it returns."""
+    module: Any = nn.Sequential(nn.Linear(4, 3))
+    old = module.forward
+    if kind == "lambda":
+        module.forward = lambda x: old(x) * 2
+    elif kind == "method":
+        module.forward = types.MethodType(lambda self, x: self[0](x) * 2, module)
+    elif kind == "partial":
+        module.forward = functools.partial(lambda owner, x: old(x) * 2, module)
+    elif kind == "wrapped":
+
+        @functools.wraps(old)
+        def forward(x: Tensor) -> Tensor:
+            return forward.__wrapped__(x) * 2
+
+        module.forward = forward
+    else:
+        rounded = Rounded(old)
+        module.forward = lambda x: rounded(x)
+    return module
+
+
+@pytest.mark.parametrize("kind", ["lambda", "method", "partial", "wrapped", "object"])
+def test_a_forward_that_was_replaced_is_of_the_copy(kind: str) -> None:
+    module, x = patched(kind), batch()
+    model = functional(module)
+    assert_same(model.apply(model.params, {}, x)[0], module(x))
+    slopes = grad(lambda p: model.apply(p, {}, x)[0].sum())(model.params)
+    assert_same(list(slopes.values()), list(torch.autograd.grad(module(x).sum(), list(module.parameters()))))
+    assert all(bool(slope.any()) for slope in slopes.values())
 
 
 # --- values where apply cannot follow them ---------------------------------------------------------------------------

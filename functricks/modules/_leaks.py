@@ -7,8 +7,10 @@ look costs a copy of the parameters. One that it reads from a list beside the re
 from __future__ import annotations
 
 import copy
+import functools
+import operator
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -158,43 +160,75 @@ def private(model: nn.Module, memo: Mapping[int, Any], names: Mapping[int, str])
     """
     copies = dict(memo)
     made = copy.deepcopy(model, copies)
-
-    def local(leaf: Any, within: tuple[Any, ...] = ()) -> Any:
-        if id(leaf) in names:
-            return Unplaced.named(names[id(leaf)])
-        if isinstance(leaf, types.FunctionType) and leaf.__closure__ and leaf not in within:
-            return _rebound(leaf, lambda held: local(inside(held), (*within, leaf)))
-        return leaf
-
-    def inside(held: Any) -> Any:
-        if isinstance(held, types.MethodType) and id(held.__self__) in copies:
-            return types.MethodType(held.__func__, copies[id(held.__self__)])
-        return copies.get(id(held), held)
-
+    local = _Local(copies, names)
     for module in made.modules():
         for attribute, value in list(vars(module).items()):
             if attribute in ("_parameters", "_buffers", "_modules", "_flat_weights"):  # an RNN renews the last
                 continue
-            leaves = _pytree.tree_leaves(value)
-            if any(local(leaf) is not leaf for leaf in leaves):
+            if any(local(leaf) is not leaf for leaf in _pytree.tree_leaves(value)):
                 vars(module)[attribute] = _pytree.tree_map(local, value)
     return made
 
 
-def _rebound(function: types.FunctionType, change: Callable[[Any], Any]) -> types.FunctionType:
-    """Return a function with other values in its closure, or itself where none changes."""
-    cells = []
-    for cell in function.__closure__ or ():
+_DEPTH = 5  # a forward that was replaced by one that holds an object that holds the old one, and some to spare
+
+
+class _Local:
+    """Returns what stands for a thing in a private copy: itself, unless it leads to the model."""
+
+    def __init__(self, copies: dict[int, Any], names: Mapping[int, str]) -> None:
+        self.copies, self.names = copies, names
+        self.within: list[Any] = []  # what leads here, as things may lead to themselves
+
+    def __call__(self, held: Any) -> Any:
+        held = self.copies.get(id(held), held)
+        if id(held) in self.names:
+            return Unplaced.named(self.names[id(held)])
+        if isinstance(held, nn.Module | Tensor | type | types.ModuleType) or any(held is one for one in self.within):
+            return held
+        if len(self.within) == _DEPTH:
+            return held
+        self.within.append(held)
         try:
-            new = change(cell.cell_contents)
-            cells.append(cell if new is cell.cell_contents else types.CellType(new))
-        except ValueError:  # an empty cell
-            cells.append(cell)
-    if all(new is old for new, old in zip(cells, function.__closure__ or (), strict=True)):
-        return function
-    made = types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
-    )
-    made.__kwdefaults__, made.__qualname__ = function.__kwdefaults__, function.__qualname__
-    made.__dict__.update(function.__dict__)
-    return made
+            return self._rebound(held)
+        finally:
+            self.within.pop()
+
+    def _rebound(self, held: Any) -> Any:
+        if isinstance(held, types.FunctionType):
+            return self._function(held)
+        if isinstance(held, types.MethodType):
+            owner = self(held.__self__)
+            return held if owner is held.__self__ else types.MethodType(held.__func__, owner)
+        if isinstance(held, functools.partial):
+            parts = [held.func, *held.args, *held.keywords.values()]
+            func, *rest = new = [self(part) for part in parts]
+            if all(map(operator.is_, new, parts)):
+                return held
+            count = len(held.args)
+            return functools.partial(func, *rest[:count], **dict(zip(held.keywords, rest[count:], strict=True)))
+        if len(self.within) > 1 and hasattr(held, "__dict__"):  # reached from a function; others are copies already
+            own = {name: self(value) for name, value in vars(held).items()}
+            if not all(map(operator.is_, own.values(), vars(held).values())):
+                held = copy.copy(held)
+                vars(held).update(own)
+        return held
+
+    def _function(self, held: types.FunctionType) -> types.FunctionType:
+        cells = [types.CellType() for _ in held.__closure__ or ()]
+        made = types.FunctionType(held.__code__, held.__globals__, held.__name__, held.__defaults__, tuple(cells))
+        made.__kwdefaults__, made.__qualname__ = held.__kwdefaults__, held.__qualname__
+        self.copies[id(held)] = made  # for what leads back to it
+        changed = False
+        for cell, old in zip(cells, held.__closure__ or (), strict=True):
+            try:
+                cell.cell_contents = self(old.cell_contents)
+            except ValueError:  # an empty cell
+                continue
+            changed = changed or (cell.cell_contents is not old.cell_contents and cell.cell_contents is not made)
+        for name, value in vars(held).items():
+            vars(made)[name] = self(value)
+            changed = changed or vars(made)[name] is not value
+        if not changed:
+            del self.copies[id(held)]
+        return made if changed else held
