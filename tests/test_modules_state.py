@@ -125,6 +125,14 @@ def test_cached_parametrizations_do_not_outlive_a_call() -> None:
         assert_same(output, model.apply(params, {}, x)[0])
 
 
+def test_a_buffer_that_was_computed() -> None:
+    module = nn.Linear(4, 4)
+    module.register_buffer("twice", module.weight * 2)
+    model = functional(module)
+    assert_same(model.buffers, {"twice": module.weight.detach() * 2})
+    assert_same(model.apply(model.params, model.buffers, torch.ones(1, 4))[1], model.buffers)
+
+
 class Alias(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -195,13 +203,16 @@ def patched(kind: str) -> nn.Module:
             return forward.__wrapped__(x) * 2
 
         module.forward = forward
+    elif kind == "list":
+        layers = {"all": [module[0]]}
+        module.forward = lambda x: layers["all"][0](x) * 2
     else:
         rounded = Rounded(old)
         module.forward = lambda x: rounded(x)
     return module
 
 
-@pytest.mark.parametrize("kind", ["lambda", "method", "partial", "wrapped", "object"])
+@pytest.mark.parametrize("kind", ["lambda", "method", "partial", "wrapped", "list", "object"])
 def test_a_forward_that_was_replaced_is_of_the_copy(kind: str) -> None:
     module, x = patched(kind), batch()
     model = functional(module)

@@ -18,10 +18,11 @@ from torch.nn.utils import parametrize
 from torch.utils import _pytree
 
 from functricks import random, tree
+from functricks.modules._copies import private
 from functricks.modules._functions import AtSite, KeyedFunctions, Site, Watch, draws_by_function, of_torch
 from functricks.modules._hooks import Plan, Replace, Select, Taps
 from functricks.modules._keyed import Keyed, Rate
-from functricks.modules._leaks import FirstCall, private
+from functricks.modules._leaks import FirstCall
 from functricks.modules._pure import POOLED, PureBatchNorm, draws_unkeyed, join, purify, subtype, unwrapped
 
 Buffers: TypeAlias = dict[str, Tensor]
@@ -143,7 +144,7 @@ def functional(
     }
     memo |= {id(b): torch.empty_like(b, device="meta") for b in model.buffers() if id(b) not in own}
     names = {id(memo[id(t)]): name for name, t in [*model.named_buffers(), *model.named_parameters()]}
-    memo |= {id(t): t.detach().clone() for t in _computed(model)}
+    memo = {id(t): t.detach().clone() for t in _computed(model)} | memo
     # One copy a mode: a call then flips no flag, and a module's own train() decides what stays frozen. RNNs need others
     # to be traced.
     recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
