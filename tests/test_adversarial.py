@@ -436,3 +436,36 @@ def test_fgm_in_a_train_step_in_lanes() -> None:
     with torch.no_grad():
         assert_close(torch.vmap(train)(epsilons), expected, eps=4 * 8)  # two steps of two gradients
     assert_nonzero(expected)
+
+
+COMPLEX: dict[str, Callable[[Any], Any]] = {
+    "fgm": lambda g: fgm(g, 0.5, where="*"),
+    "fgm, global": lambda g: fgm(g, 0.5, where="*", norm="global"),
+    "pgd, projected": lambda g: pgd(g, 0.5, 0.3, 3, where="*"),
+    "pgd, random start": lambda g: pgd(g, 0.5, 0.3, 1, where="*", norm="global", key=F.random.key(0)),
+    "free_lb": lambda g: F.free_lb(g, 0.5, 0.3, 2, where="*"),
+    "sam": lambda g: F.sam(g, 0.5),
+    "awp": lambda g: F.awp(g, 0.5),
+}
+
+
+@pytest.mark.parametrize("name", COMPLEX)
+def test_a_complex_leaf_moves_as_its_two_parts(name: str) -> None:
+    torch.manual_seed(0)
+    z, w = torch.randn(3, 2, dtype=torch.complex128), torch.randn(2, 2, dtype=F64)
+    whole, parts = {"z": z.mH.mH, "w": w}, {"z": torch.view_as_real(z), "w": w}
+
+    def loss(params: Any, batch: Any) -> Tensor:
+        z = params["z"] if params["z"].is_complex() else torch.view_as_complex(params["z"])
+        return (z.abs() ** 4).sum() + (params["w"].square() * z.real[:2]).sum()
+
+    make = COMPLEX[name]
+    found, expected = make(gradient(loss))(whole, ()).grads, make(gradient(loss))(parts, ()).grads
+    clean = gradient(loss)(whole, ()).grads
+    assert (found["z"] - clean["z"]).imag.abs().min() > 1e-3
+    assert_close(torch.view_as_real(found["z"]), expected["z"], eps=64)
+    assert_close(found["w"], expected["w"], eps=64)
+    lanes = torch.func.vmap(make(gradient(loss)), (0, None))(stack([whole, whole]), ()).grads
+    for name, leaf in found.items():
+        one, alone = (torch.view_as_real(x) if x.is_complex() else x for x in (lanes[name][1], leaf))
+        assert_close(one, alone, eps=64)

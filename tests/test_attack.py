@@ -229,6 +229,15 @@ def test_errors() -> None:
             attack(lambda x: x.sum(), x, **options)
     with pytest.raises(ValueError, match=r"loss_of_input must return a 0-d tensor, got shape \(2,\); sum it over"):
         attack(lambda x: x.sum(1), x, epsilon=1.0)
+    for dtype in (torch.int64, torch.complex64):
+        with pytest.raises(ValueError, match=r"attack: x must be floating point \(complex under norm='l2' only\), got"):
+            attack(lambda x: x.sum().abs(), x.to(dtype), epsilon=0.1)
+
+
+def test_complex_inputs_keep_their_phase() -> None:
+    x = torch.tensor([[3.0 + 4.0j], [0.0 - 2.0j]], dtype=torch.complex128)
+    moved = attack(lambda x: (x.abs() ** 2).sum(), x, norm="l2", epsilon=0.5, steps=2)
+    assert_close(torch.view_as_real(moved), torch.view_as_real(x * (1 + 0.5 / x.abs())), eps=16)
 
 
 # --- a digits model: what adversarial training is for ----------------------------------------------------------------

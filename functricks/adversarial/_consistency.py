@@ -52,7 +52,8 @@ def vat(
         probe: ``(params, batch) -> zeros`` of the perturbation's shape, examples first.
         key: draws the first direction: a key, or ``carry -> (key, carry)``.
         weight: :math:`\lambda`, >= 0.
-        xi: the length at which the KL divergence is differentiated for its direction, > 0.
+        xi: the length at which the KL divergence is differentiated for its direction, > 0. It has to show in the
+            activations: where these are half precision (autocast included), take 0.1, as 1e-3 is lost in rounding.
         steps: the number of power iterations, >= 1.
         norm: see :func:`fgm`.
         mask: see :func:`fgm`.

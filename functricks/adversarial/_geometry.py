@@ -65,6 +65,8 @@ def length_of(parts: Parts) -> Tensor:
 
 def step(grads: Named, length: Number, norm: Norm) -> Named:
     """Return steps of the given length along the gradients; zero where the norm is zero or not finite."""
+    if _any_complex(grads):
+        return _complex(step(_real(grads), length, norm), grads)
     measured = norms(grads, norm)
     exact = norm == "global" and any(leaf.dtype == torch.float64 for leaf in grads.values())
     return {path: _along(leaf, *measured[path], length, exact) for path, leaf in grads.items()}
@@ -75,19 +77,20 @@ def _along(leaf: Tensor, peak: Tensor, relative: Tensor, length: Number, exact: 
     usable = torch.isfinite(peak) & torch.isfinite(relative) & (relative > 0)
     factor = length / torch.where(usable, relative, 1.0)
     safe = leaf if tree.holds_everywhere(usable) else torch.where(usable, leaf, 0.0)
-    wide = torch.promote_types(leaf.dtype, torch.float64 if exact else torch.float32)  # complex leaves stay complex
-    if exact or leaf.dtype in (torch.float64, torch.complex128):
-        return (safe.to(wide) / torch.where(usable, peak, 1.0) * factor).to(leaf.dtype)
+    if exact or leaf.dtype == torch.float64:
+        return (safe.double() / torch.where(usable, peak, 1.0) * factor).to(leaf.dtype)
     size = factor.abs()  # a step down the gradient has a negative length
     if tree.holds_everywhere(size <= _LARGE):
-        return (safe.to(wide) * factor.float()).to(leaf.dtype)
+        return (safe.float() * factor.float()).to(leaf.dtype)
     first = torch.clamp(factor, -_LARGE, _LARGE)
     second = torch.where(size > _LARGE, size / _LARGE, 1.0)
-    return (safe.to(wide) * first.float() * second.float()).to(leaf.dtype)
+    return (safe.float() * first.float() * second.float()).to(leaf.dtype)
 
 
 def project(shift: Named, epsilon: Number, norm: Norm) -> Named:
     """Pull perturbations that are longer than ``epsilon`` back to the ball."""
+    if _any_complex(shift):
+        return _complex(project(_real(shift), epsilon, norm), shift)
     lengths = {path: length_of(parts) for path, parts in norms(shift, norm).items()}
     inside = {path: tree.holds_everywhere(length <= epsilon) for path, length in lengths.items()}
     return {
@@ -103,6 +106,8 @@ def _shrink(length: Tensor, epsilon: Number) -> Tensor:
 
 def random_point(key: Tensor, like: Named, epsilon: Number, norm: Norm, mask: Tensor | None = None) -> Named:
     """Draw a point of the ball: its direction is uniform, and so is its distance from the centre."""
+    if _any_complex(like):
+        return _complex(random_point(key, _real(like), epsilon, norm, mask), like)
     radius_key, key = random.split(key).unbind()
     drawn = {
         path: random.normal(random.fold_in(key, index), leaf.shape).to(leaf.dtype)
@@ -116,6 +121,21 @@ def random_point(key: Tensor, like: Named, epsilon: Number, norm: Norm, mask: Te
         radius = random.uniform(random.fold_in(radius_key, 0 if norm == "global" else index), shape)
         found[path] = step(own, epsilon * radius.double(), norm)[path]
     return found
+
+
+def _any_complex(parts: Named) -> bool:
+    return any(leaf.is_complex() for leaf in parts.values())
+
+
+def _real(parts: Named) -> Named:
+    """Return complex leaves as real ones with a last axis of two: a complex number is as long as they are together."""
+    return {
+        path: torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf for path, leaf in parts.items()
+    }
+
+
+def _complex(parts: Named, like: Named) -> Named:
+    return {path: torch.complex(*leaf.unbind(-1)) if like[path].is_complex() else leaf for path, leaf in parts.items()}
 
 
 def masked(parts: Named, mask: Tensor | None) -> Named:

@@ -59,7 +59,7 @@ def attack(
             instead of at ``x``.
         unroll: compile a loop without a scan, for those who differentiate through it.
 
-    Raises ``ValueError`` for numbers out of range, a loss with axes, and a mask that does not fit.
+    Raises ``ValueError`` for numbers out of range, a loss with axes, a mask that does not fit, and ``x`` of integers.
 
     Returns the moved input, detached from nothing: differentiate through it or not. Where a gradient is zero or not
     finite, nothing moves.
@@ -77,6 +77,8 @@ def attack(
         raise ValueError(
             f"attack: norm must be 'l2' or 'linf' and per 'leaf', 'example' or 'token', got {norm!r}, {per!r}"
         )
+    if not (x.is_floating_point() or (x.is_complex() and norm == "l2")):
+        raise ValueError(f"attack: x must be floating point (complex under norm='l2' only), got {x.dtype}")
     if per == "token" and x.ndim < 3:
         raise ValueError(f"attack: per='token' needs an input of three axes or more, got shape {tuple(x.shape)}")
     if clamp is not None and not any(isinstance(bound, Tensor) for bound in clamp) and not clamp[0] <= clamp[1]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import threading
 import zlib
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
@@ -15,11 +14,15 @@ import torch
 import torch._C._functorch as functorch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils import parametrize
+from torch.utils import _pytree
 
 from functricks import random, tree
+from functricks.modules._copies import private
 from functricks.modules._functions import AtSite, KeyedFunctions, Site, Watch, draws_by_function, of_torch
 from functricks.modules._hooks import Plan, Replace, Select, Taps
 from functricks.modules._keyed import Keyed, Rate
+from functricks.modules._leaks import FirstCall
 from functricks.modules._pure import POOLED, PureBatchNorm, draws_unkeyed, join, purify, subtype, unwrapped
 
 Buffers: TypeAlias = dict[str, Tensor]
@@ -59,7 +62,8 @@ def functional(
     ``(output, buffers)``:
 
     - ``params``, ``buffers``: dicts with the names of the module's ``named_parameters()`` and ``named_buffers()``,
-      each tensor once, also when it is shared. They are never written to; the new buffers are returned.
+      each tensor once, also when it is shared (a parameter that is a buffer too is a parameter). They are never written
+      to; the new buffers are returned.
     - ``key``: int64 [2], from :mod:`functricks.random`. The mask of a dropout depends on this key, the module's path
       and how often it was called before in this ``apply``: adding a layer never shifts the masks of another, and lane
       ``i`` of a ``vmap`` draws what the call alone would.
@@ -68,6 +72,7 @@ def functional(
     - ``dropout``: overrides the rate of every dropout: a number in [0, 1], a 0-d tensor (which may be batched by
       ``vmap``), or a dict from globs on the modules' paths to these, the last match counting. 0 is exactly no dropout.
     - ``probes``: ``{site: tensor}``, each added to the activation at that site; its gradient is the activation's.
+    - all else is for ``forward``, whose own arguments of these names are passed by position.
 
     Forward hooks, forward pre-hooks and full backward hooks become values. A *site* is where an activation passes:
     ``"fc1"`` is what the module ``fc1`` returns, ``"fc1:input"`` its positional arguments (the one, or the tuple), and
@@ -91,10 +96,11 @@ def functional(
     the precision of its statistics. A dropout with ``inplace=True`` does not write to its input. An embedding with
     ``max_norm`` looks rows up at their bounded length, and leaves those in ``params`` as they are.
 
-    Raises ValueError for a lazy module that has not seen a batch and for SyncBatchNorm; ``apply`` does for names that
-    are missing or unknown, for dropout that has to draw without a key, and for modules that draw random numbers in a
-    way that no key controls, which it names. A selector that matches no module, or no call of the forward, raises and
-    lists what there is.
+    Raises ValueError for a lazy module that has not seen a batch, for SyncBatchNorm and for TorchScript; ``apply`` does
+    for names that are missing or unknown, for dropout that has to draw without a key, and for modules that draw random
+    numbers in a way that no key controls, which it names; the first eager call also for a ``forward`` that writes to a
+    parameter, fills a buffer that was None or takes one away. A selector that matches no module, or no call of the
+    forward, raises and lists what there is.
 
     LSTM, GRU and RNN run step by step under ``vmap`` and ``torch.compile`` and are torch's own kernel otherwise.
     Dropout that ``forward`` calls as a function (``F.dropout``, ``F.scaled_dot_product_attention``, dropout inside of
@@ -129,19 +135,21 @@ def functional(
     plan = Plan(title, model, observe=observe, intervene=intervene, probes=probes)  # a probe is added last
     made = _Made(plan, draws_by_function(model, intervene.values()), randomness == "error")
     params = {name: p.detach().clone() for name, p in model.named_parameters()}
-    buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
+    own = {id(p) for p in model.parameters()}  # a parameter that is a buffer as well counts once, as what is trained
+    buffers = {name: b.detach().clone() for name, b in model.named_buffers() if id(b) not in own}
     # The private copies hold these tensors in the place of the user's, as placeholders that no call ever reads.
-    # Without storage: what reads one all the same, such as an activation checkpoint in the backward pass, fails loudly.
+    # Without storage: most that read one all the same, such as an activation checkpoint that recomputes, fail loudly.
     memo: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()
     }
-    memo |= {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
-    names = {id(memo[id(t)]): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    memo |= {id(b): torch.empty_like(b, device="meta") for b in model.buffers() if id(b) not in own}
+    names = {id(memo[id(t)]): name for name, t in [*model.named_buffers(), *model.named_parameters()]}
+    memo = {id(t): t.detach().clone() for t in _computed(model)} | memo
     # One copy a mode: a call then flips no flag, and a module's own train() decides what stays frozen. RNNs need others
     # to be traced.
     recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
     calls = {
-        (train, traced): _Call(copy.deepcopy(model, dict(memo)), names, train, traced, made)
+        (train, traced): _Call(private(model, memo, names), names, train, traced, made)
         for train in (None, True, False)
         for traced in ((False, True) if recurrent else (False,))
     }
@@ -162,8 +170,16 @@ def functional(
     return Functional(apply, params, buffers)
 
 
+def _computed(model: nn.Module) -> list[Tensor]:
+    """Return what an earlier call left as attributes, such as a normalised weight; deepcopy raises for them."""
+    held = [leaf for module in model.modules() for leaf in _pytree.tree_leaves(vars(module))]
+    return [leaf for leaf in held if isinstance(leaf, Tensor) and not leaf.is_leaf]
+
+
 def _check_supported(model: nn.Module) -> None:
     for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(f"functional: {path!r} is TorchScript, which takes no values; use the module it came from")
         if any(nn.parameter.is_lazy(t) for t in [*module._parameters.values(), *module._buffers.values()]):
             raise ValueError(f"functional: {path!r} is lazy and has no shape yet; call the model once on a batch first")
         if isinstance(module, nn.SyncBatchNorm):
@@ -184,7 +200,9 @@ class _Call:
     def __init__(
         self, module: nn.Module, names: Mapping[int, str], train: bool | None, traced: bool, made: _Made
     ) -> None:
-        self.module = module if train is None else module.train(train)
+        if train is not None:
+            module.train(train)  # which those that freeze a part override, and then often return nothing
+        self.module = module
         self.traced = traced
         self.taps = Taps(self.module, made.plan)
         self.title = type(module).__name__
@@ -209,10 +227,12 @@ class _Call:
         for path, child in module.named_modules():
             self._add(path, child, names)
         self.param_names = dict.fromkeys(name for _, name in self.params)
+        self.first: FirstCall | None = FirstCall(f"apply of {self.title}", module, self.renormed)
 
     def _add(self, path: str, module: nn.Module, names: Mapping[int, str]) -> None:
-        self.params += [(join(path, a), names[id(p)]) for a, p in module._parameters.items() if p is not None]
-        buffers = [(join(path, a), names[id(b)]) for a, b in module._buffers.items() if b is not None]
+        held = [(a, t) for a, t in [*module._parameters.items(), *module._buffers.items()] if t is not None]
+        self.params += [(join(path, a), names[id(t)]) for a, t in held if isinstance(t, nn.Parameter)]
+        buffers = [(join(path, a), names[id(t)]) for a, t in held if not isinstance(t, nn.Parameter)]
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             self.renormed.append(names[id(module.weight)])
         if self.strict and draws_unkeyed(module):
@@ -247,8 +267,8 @@ class _Call:
         pooled = {name: buffer for name, buffer in buffers.items() if name in self.pooled_slots}
         own = {name: buffer for name, buffer in buffers.items() if name not in pooled} if pooled else buffers
         self._check(params, own)
-        if key is not None and not isinstance(key, Tensor):
-            raise TypeError(f"apply of {self.title}: key must come from functricks.random.key(seed), got {key!r}")
+        if key is not None:
+            _check_key(self.title, key)
         if self.renormed:
             params = {**params, **{name: params[name].clone() for name in self.renormed}}
         values = {slot: params[name] for slot, name in self.params}
@@ -261,14 +281,34 @@ class _Call:
         rates = self.rates if dropout is None else self._overridden(dropout)
         if self.rates:
             values.update(self._draws(key, rates, dropout is not None))
+
+        def run() -> tuple[Any, Buffers]:
+            with self._functions(key, rates), _no_cache():
+                output = self.taps.run(probes, self._run, values, args, kwargs)
+            if not torch.compiler.is_compiling() and self.watching:  # in this order: a trace would guard on the flag
+                self.watching = False
+            new = {name: values[self.buffer_slots[name]] for name in own}
+            new.update({name: values.get(self.pooled_slots[name], buffer) for name, buffer in pooled.items()})
+            return output, new
+
         # The values sit in the copy while it runs, so that two threads must take turns; a trace has one thread.
-        turn = nullcontext() if torch.compiler.is_compiling() else self.turn
-        with turn, self._functions(key, rates):
-            output = self.taps.run(probes, self._run, values, args, kwargs)
-        if not torch.compiler.is_compiling() and self.watching:  # in this order: a trace would guard on the flag
-            self.watching = False
-        new = {name: values[self.buffer_slots[name]] for name in own}
-        new.update({name: values.get(self.pooled_slots[name], buffer) for name, buffer in pooled.items()})
+        if torch.compiler.is_compiling():
+            return run()
+        with self.turn:
+            return run() if self.first is None else self._first_call(run, params, values)
+
+    def _first_call(
+        self, run: Callable[[], tuple[Any, Buffers]], params: Mapping[str, Tensor], values: Mapping[str, Any]
+    ) -> tuple[Any, Buffers]:
+        """Look at what the first call leaves behind."""
+        first, self.first = cast(FirstCall, self.first), None  # a call within it finds the values of this one in place
+        try:
+            before = first.record(params)
+            output, new = run()
+            first.check(self.module, before, {s: (params[name], values[s]) for s, name in self.params}, new)
+        except BaseException:
+            self.first = first
+            raise
         return output, new
 
     def _run(self, values: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -286,7 +326,7 @@ class _Call:
             return self.module(*args, **kwargs)
         finally:
             for slot, (store, name), placeholder in zip(list(values), places, placeholders, strict=True):
-                values[slot] = store[name]
+                values[slot] = store.get(name)
                 store[name] = placeholder
 
     def _place(self, slot: str) -> tuple[dict[str, Any], str]:
@@ -347,6 +387,32 @@ class _Call:
             chosen = tree.select(glob, dict.fromkeys(places, 0.0), name=f"apply of {self.title}: dropout")
             rates.update({path: _checked(rate) for path in places if chosen[path]})
         return rates
+
+
+def _check_key(title: str, key: Any) -> None:
+    if not isinstance(key, Tensor):
+        raise TypeError(f"apply of {title}: key must come from functricks.random.key(seed), got {key!r}")
+    if key.shape != (2,) or key.is_floating_point():
+        raise ValueError(
+            f"apply of {title}: key must come from functricks.random.key(seed), int64 [2], got {key.dtype} "
+            f"{list(key.shape)}; where forward takes a key of its own, pass that by position"
+        )
+
+
+def _no_cache() -> AbstractContextManager[None]:
+    """Keep ``parametrize.cached()`` around several calls from handing one call the weights of another."""
+    if torch.compiler.is_compiling() or not parametrize._cache_enabled:
+        return nullcontext()
+    return _emptied()
+
+
+@contextmanager
+def _emptied() -> Iterator[None]:
+    outer, parametrize._cache = parametrize._cache, {}
+    try:
+        yield
+    finally:
+        parametrize._cache = outer
 
 
 def _hash(path: str) -> int:

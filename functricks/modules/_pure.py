@@ -16,6 +16,7 @@ from functricks import random
 from functricks.modules._attention import KeyedAttention, LanesEncoder, LanesEncoderLayer
 from functricks.modules._keyed import Keyed, Rate, prepare
 from functricks.modules._recurrent import KeyedRNN
+from functricks.modules._spectral import purify_norm
 
 Draw: TypeAlias = Callable[[Tensor, Tensor, Any], Tensor]
 
@@ -35,6 +36,7 @@ def purify(module: Any, path: str, *, traced: bool = False) -> None:
     ``traced`` says that the copy is for ``torch.compile``, which takes no subtype of an RNN.
     """
     kind: Any = type(module)
+    purify_norm(module)
     if isinstance(module, _BatchNorm) and kind.forward is _BatchNorm.forward:
         module.__class__ = subtype(PureBatchNorm, kind)
         for sibling in POOLED:

@@ -54,7 +54,7 @@ def stack(models: Sequence[nn.Module]) -> Functional:
     for index, model in enumerate(models[1:], 1):
         _check_alike(models[0], model, index)
     params = [dict(model.named_parameters()) for model in models]
-    buffers = [dict(model.named_buffers()) for model in models]
+    buffers = [{name: b for name, b in model.named_buffers() if name in first.buffers} for model in models]
     return Functional(first.apply, _stacked(params), _stacked(buffers))
 
 
