@@ -320,7 +320,7 @@ def global_mean(loss: Loss, group: Group = None, *, weight: Tensor | None = None
     own = (weight_of(loss) if weight is None else weight).detach()
     size = _place(group)[1]
     total = _summed("global_mean", [own], group)[0] if size > 1 else own
-    numerator = loss.values.sum(dtype=tree.compute_dtype(loss.values.dtype))
+    numerator = loss.values.sum(dtype=torch.promote_types(loss.values.dtype, torch.float32))
     return numerator * size / torch.where(total == 0, 1, total).to(numerator.dtype)
 
 

@@ -161,6 +161,8 @@ def test_alone_everything_is_the_identity(monkeypatch: pytest.MonkeyPatch) -> No
     batches = [batch, batch]
     assert [one is batch for one in distributed.join(iter(batches))] == [True, True]
     assert_same(distributed.global_mean(loss(params, batch)), loss(params, batch).mean())
+    hits = Loss(torch.tensor([True, False, True]), torch.ones(3))
+    assert_same(distributed.global_mean(hits), hits.mean())
     nothing = Loss(torch.zeros(2), torch.zeros(2))
     assert_same(distributed.global_mean(nothing), torch.tensor(0.0))
     assert_same(
