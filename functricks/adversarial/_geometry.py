@@ -128,10 +128,8 @@ def _any_complex(parts: Named) -> bool:
 
 
 def _real(parts: Named) -> Named:
-    """Return complex leaves as real ones with a last axis of two: a complex number is as long as they are together."""
-    return {
-        path: torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf for path, leaf in parts.items()
-    }
+    """Return complex leaves as real ones: a complex number is as long as its two parts are together."""
+    return {path: tree.as_real(leaf) for path, leaf in parts.items()}
 
 
 def _complex(parts: Named, like: Named) -> Named:

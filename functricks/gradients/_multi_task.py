@@ -196,7 +196,7 @@ def _gram(columns: list[list[Tensor]]) -> Tensor:
 
 def _numbers(leaf: Tensor) -> Tensor:
     """Return the entries in float64; a complex one is two numbers."""
-    return (torch.view_as_real(leaf) if leaf.is_complex() else leaf).reshape(-1).double()
+    return tree.as_real(leaf).reshape(-1).double()
 
 
 def _check(grad_fns: Mapping[str, GradFn], weights: Weights, conflicts: str) -> None:

@@ -39,6 +39,11 @@ def cast(tree: Tree, dtype: torch.dtype) -> Tree:
     return map(one, tree)
 
 
+def as_real(leaf: Tensor) -> Tensor:
+    """Return a complex leaf as a real one with a last axis of two, and any other as it is."""
+    return torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
+
+
 def wide(tree: Tree) -> Tree:
     """Return the tree with half-precision leaves in float32."""
     return map(lambda leaf: leaf.to(compute_dtype(leaf.dtype)), tree)

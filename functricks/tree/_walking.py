@@ -25,17 +25,16 @@ def flatten(tree: Tree) -> tuple[list[Any], Any]:
     """
     if torch.compiler.is_compiling():  # optree's traced form sorts dict keys and cannot take an empty dict
         return [leaf for _, leaf in _walk(tree)], tree
-    if not isinstance(tree, _KNOWN):
-        _check_tree(tree)
+    _check_tree(tree)
     return optree.tree_flatten(tree, namespace=_NAMESPACE)
 
 
-_KNOWN = (dict, tuple, list, Tensor)
+_KNOWN = (dict, tuple, list, Tensor, str)
 
 
 def _check_tree(tree: Any) -> None:
     """Raise for what only looks like a tree, and would count as one leaf: a generator, a view of values, a module."""
-    if not isinstance(tree, (*_KNOWN, str)) and (hasattr(tree, "__iter__") or hasattr(tree, "named_parameters")):
+    if not isinstance(tree, _KNOWN) and (hasattr(tree, "__iter__") or hasattr(tree, "named_parameters")):
         raise TypeError(
             f"tree: must be a tensor or a dict, tuple or list of tensors, got {type(tree).__name__}; "
             "functricks.functional(model).params are a module's, as a dict by name"
@@ -59,8 +58,7 @@ def map(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     if torch.compiler.is_compiling():
         columns = [leaves(tree), *(_flatten_like(tree, other) for other in rest)]
         return unflatten(tree, [function(*row) for row in zip(*columns, strict=True)])
-    if not isinstance(tree, _KNOWN):
-        _check_tree(tree)
+    _check_tree(tree)
     return optree.tree_map(function, tree, *rest, namespace=_NAMESPACE)
 
 
