@@ -336,7 +336,6 @@ class Loop:
             answer = self.loss_fn(model, batch)
         loss, metrics = _with_metrics(answer) if self.has_metrics else (answer, {})
         mean, weight = mean_and_weight(loss, _tensors(batch), name="Loop", what="loss_fn", items="tensors", graph=True)
-        mean = mean.to(tree.compute_dtype(mean.dtype))
         return _Found(mean, weight.detach().to(torch.promote_types(mean.dtype, weight.dtype)), metrics)
 
     def _autocast(self) -> AbstractContextManager[Any]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from functricks import tree
-from functricks.gradients._answers import common_length, wide_dtype
+from functricks.gradients._answers import common_length
 from functricks.gradients._batch_norm import pool, unpool
 from functricks.gradients._gradient import check_grad_fn
 from functricks.gradients._loop import fold
@@ -140,13 +140,17 @@ def added(sums: _Sums | None, one: Gradient) -> _Sums:
     metrics = {name: torch.where(weight == 0, 0.0, leaf) for name, leaf in one.metrics.items()}
     means = (one.grads, one.loss)
     if sums is None:
-        wide_means, wide_metrics = tree.map(lambda leaf: leaf.to(wide_dtype(leaf)), (means, metrics))
+        wide_means, wide_metrics = tree.map(_wide, (means, metrics))
         grads, loss = tree.scale(wide_means, factor)
         return _Sums(grads, loss, tree.scale(wide_metrics, weight), weight)
     _check_metrics(sums.metrics, metrics)
     grads, loss = tree.add_to_total((sums.grads, sums.loss), means, factor)
     metrics = tree.add_scaled(sums.metrics, metrics, weight) if metrics else sums.metrics
     return _Sums(grads, loss, metrics, sums.weight + weight)
+
+
+def _wide(leaf: Tensor) -> Tensor:
+    return leaf.to(torch.promote_types(leaf.dtype, torch.float32))
 
 
 def _check_metrics(total: dict[str, Tensor], one: dict[str, Tensor]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from functricks import tree
 from functricks.types import Batch, Carry, Loss, LossFn, Params, weight_of
 
-__all__ = ["Answer", "answer_of", "common_length", "mean_and_weight", "others", "wide_dtype"]
+__all__ = ["Answer", "answer_of", "common_length", "mean_and_weight", "others"]
 
 
 class Answer(NamedTuple):
@@ -21,12 +21,6 @@ class Answer(NamedTuple):
     weight: Tensor
     carry: Carry
     metrics: dict[str, Tensor]
-
-
-def wide_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype in which sums of such tensors are computed: float32 for half, and for integers and bools."""
-    numbers = tensor.is_floating_point() or tensor.is_complex()
-    return tree.compute_dtype(tensor.dtype) if numbers else torch.float32
 
 
 def answer_of(
@@ -92,7 +86,7 @@ def mean_and_weight(
             may come out of it.
     """
     if isinstance(loss, Loss):
-        wide = wide_dtype(loss.values)
+        wide = torch.promote_types(loss.values.dtype, torch.float32)
         weight = weight_of(loss)
         total = loss.values.sum(dtype=wide)
         return (total / tree.or_one(weight)).to(wide), weight
@@ -100,7 +94,8 @@ def mean_and_weight(
         got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(f"{name}: {what} must return a Loss or a 0-d tensor, got {got}")
     length = _batch_length(batch, name, items)
-    loss = loss.to(wide_dtype(loss))  # sums of losses, and a loss scale, need more than half precision
+    # sums of losses, and a loss scale, need more than half precision
+    loss = loss.to(torch.promote_types(loss.dtype, torch.float32))
     if not length:  # the mean of nothing is NaN
         loss = torch.where(torch.ones_like(loss, dtype=torch.bool), 0.0, loss) if graph else torch.zeros_like(loss)
     return loss, torch.full((), length, dtype=loss.dtype, device=loss.device)
@@ -108,7 +103,7 @@ def mean_and_weight(
 
 def _batch_length(batch: Batch, name: str, items: str) -> float:
     """Return the length of the leading axis; 1 for a batch without leaves or of 0-d leaves, which numbers are too."""
-    lengths = {path: leaf.shape[0] for path, leaf in tree.named_leaves(batch).items() if getattr(leaf, "ndim", 0)}
+    lengths = _lengths(batch)
     if len(set(lengths.values())) > 1:
         raise ValueError(
             f"{name}: a 0-d loss counts as the mean over the batch's leading axis, but {items} differ: {lengths}; "
@@ -117,17 +112,18 @@ def _batch_length(batch: Batch, name: str, items: str) -> float:
     return float(next(iter(lengths.values()), 1))
 
 
+def _lengths(batch: Batch) -> dict[str, int]:
+    return {path: leaf.shape[0] for path, leaf in tree.named_leaves(batch).items() if getattr(leaf, "ndim", 0)}
+
+
 def common_length(name: str, batch: Batch) -> int:
     """Return the length of the leading axis that the leaves of a batch share; 0-d leaves have none."""
     leaves = tree.leaves(batch)
     if not all(isinstance(leaf, Tensor) for leaf in leaves):
         raise TypeError(f"{name}: the leaves of the batch must be tensors, got {others(batch)}")
-    lengths = {leaf.shape[0] for leaf in leaves if leaf.ndim}
+    lengths = {leaf.shape[0] for leaf in leaves if leaf.ndim}  # without paths, which only the error needs
     if len(lengths) != 1:
-        raise ValueError(
-            f"{name}: the leaves of the batch must share one leading axis, got lengths "
-            f"{ {path: leaf.shape[0] for path, leaf in tree.named_leaves(batch).items() if leaf.ndim} }"
-        )
+        raise ValueError(f"{name}: the leaves of the batch must share one leading axis, got lengths {_lengths(batch)}")
     length: int = lengths.pop()
     return length
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from functricks import tree
 from functricks.clipping import shrinkage
-from functricks.gradients._answers import common_length, wide_dtype
+from functricks.gradients._answers import common_length
 from functricks.gradients._gradient import gradient
 from functricks.transforms.base import check_integer, check_number
 from functricks.types import Batch, Carry, GradFn, Gradient, Grads, LossFn, Number, Params
@@ -138,7 +138,7 @@ def _shrunk(found: Gradient, max_norm: Number) -> tuple[Grads, tuple[Tensor, Ten
 
 def _weighted_sum(rows: Tensor, share: Tensor) -> Tensor:
     """Return the sum over the leading axis; a row of no weight counts for nothing, whatever it holds."""
-    wide = wide_dtype(rows)
+    wide = torch.promote_types(rows.dtype, torch.float32)
     share = share.view(-1, *[1] * (rows.ndim - 1))
     total = torch.where(share == 0, 0.0, rows.to(wide) * share.to(wide)).sum(0)
     return total.to(rows.dtype if rows.is_floating_point() or rows.is_complex() else wide)
